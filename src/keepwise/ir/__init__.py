@@ -1,1 +1,11 @@
-"""keepwise.ir"""
+"""The two documents that the rooms of Keepwise exchange: `Step` (what one training step did) and `Schedule` (what to change).
+
+Plain data, versioned JSON, no framework. Start with `step.py`, then `schedule.py`.
+"""
+
+from __future__ import annotations
+
+from keepwise.ir.schedule import Schedule, Window
+from keepwise.ir.step import NO_OP, Category, Op, Phase, Read, Save, Step, Storage, Value
+
+__all__ = ["NO_OP", "Category", "Op", "Phase", "Read", "Save", "Schedule", "Step", "Storage", "Value", "Window"]

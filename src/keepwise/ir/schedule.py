@@ -14,6 +14,7 @@ Semantics, in four rules. They are what `simulate` checks and what `runtime` doe
 3. A replayed storage listed in `retain` lives until its last read inside the window: a save read at a moment in
    `[start, stop]`, or an inner window that starts there. Every other replayed storage dies within the replay, at its last use.
    `retain` names storages by their id in the plain step; the replay must leave them at their final version.
+   A replayed op that draws random numbers is charged `Op.rng_bytes` from its moment in forward until `start`.
 4. Windows nest: `parent` encloses the child's whole span `[start, stop]`. An op may be replayed by several windows.
 
 A read of a dropped save at moment `m` is served by the innermost window around `m` that retains its storage.

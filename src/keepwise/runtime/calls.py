@@ -1,0 +1,119 @@
+"""Arguments of dispatcher-level calls: where the tensors are, and how to put others in their place.
+
+The flattened order of tensor arguments is fixed here for trace and runtime alike: positional arguments first, then keyword
+arguments in the order given; lists and tuples (`Tensor[]`, `Tensor?[]`) are entered one level deep, as in every aten schema.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """Tensor arguments in flattened order."""
+    found: list[Tensor] = []
+    for a in args:
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif type(a) is list or type(a) is tuple:
+            found.extend(b for b in a if isinstance(b, Tensor))
+    if kwargs:
+        for a in kwargs.values():
+            if isinstance(a, Tensor):
+                found.append(a)
+            elif type(a) is list or type(a) is tuple:
+                found.extend(b for b in a if isinstance(b, Tensor))
+    return found
+
+
+def tensors_out(result: Any) -> list[Tensor | None]:
+    """Results of a call in flattened order, `None` where an entry is no tensor; one level of nesting as in aten schemas."""
+    if isinstance(result, Tensor):
+        return [result]
+    if type(result) is tuple or type(result) is list:
+        found: list[Tensor | None] = []
+        for r in result:
+            if type(r) is list or type(r) is tuple:
+                found.extend(x if isinstance(x, Tensor) else None for x in r)
+            else:
+                found.append(r if isinstance(r, Tensor) else None)
+        return found
+    return [None]
+
+
+def with_tensors(
+    args: tuple[Any, ...], kwargs: dict[str, Any] | None, new: list[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with its k-th tensor argument replaced by `new[k]`."""
+    k = 0
+
+    def put(a: Any) -> Any:
+        nonlocal k
+        if isinstance(a, Tensor):
+            k += 1
+            return new[k - 1]
+        if type(a) is list or type(a) is tuple:
+            return [put(b) for b in a]
+        return a
+
+    placed = tuple(put(a) for a in args)
+    return placed, {name: put(a) for name, a in kwargs.items()} if kwargs else {}
+
+
+class Hole:
+    """Stands for tensor argument number `index` in a template made by `template`."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def template(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The literals of a call, with a `Hole` for each tensor: holds no tensor, so it may be kept."""
+    n = len(tensors_in(args, kwargs))
+    return with_tensors(args, kwargs, [Hole(i) for i in range(n)])
+
+
+def fill(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inverse of `template`."""
+
+    def put(a: Any) -> Any:
+        if type(a) is Hole:
+            return tensors[a.index]
+        if type(a) is list:
+            return [put(b) for b in a]
+        return a
+
+    placed = tuple([put(a) for a in args])
+    return placed, {name: put(a) for name, a in kwargs.items()} if kwargs else kwargs
+
+
+def target_name(func: torch._ops.OpOverload) -> str:
+    """`aten.mm.default`"""
+    return str(func)
+
+
+def resolve(target: str) -> torch._ops.OpOverload:
+    """The op overload called `target`.
+
+    Raises:
+        AttributeError: no such op is registered in this process.
+    """
+    return operator.attrgetter(target)(torch.ops)
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether it is an ordinary strided tensor with a storage of its own, not a wrapper subclass."""
+    cls = type(t)
+    return (
+        (cls is Tensor or cls is torch.nn.Parameter or cls is torch.nn.Buffer or not hasattr(cls, "__tensor_flatten__"))
+        and t.layout is torch.strided
+        and not t.is_nested
+        and t.device.type != "meta"
+    )

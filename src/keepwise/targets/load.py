@@ -1,0 +1,132 @@
+"""A target from its name on the command line: a built-in one, or a function of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from keepwise._errors import UsageError
+from keepwise.targets.registry import build
+from keepwise.targets.target import Target, TargetFailed
+
+FORMS = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
+
+
+def load(spec: str) -> Target:
+    """The target that `spec` names.
+
+    Args:
+        spec: a built-in name, `file.py:function` or `package.module:function`. The function takes no argument and returns
+            `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, loss)`; `args` is a tuple, a mapping
+            (keywords) or one tensor.
+
+    Raises:
+        UsageError: the spec, the file, the module or the function is not there, or it does not return what it should.
+        TargetFailed: the user's file or function raised; the original exception is the cause.
+    """
+    where, colon, function_name = spec.rpartition(":")
+    if not colon:
+        if spec.endswith(".py"):
+            raise UsageError(f"target {spec!r} names no function: write {spec}:function")
+        return build(spec)
+    if not where or not function_name:
+        raise UsageError(f"target {spec!r}: write file.py:function or package.module:function")
+    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    function = getattr(module, function_name, None)
+    if function is None:
+        offered = ", ".join(sorted(n for n in _own_functions(module))) or "none"
+        raise UsageError(f"target {spec!r}: {where} has no function {function_name!r} (its functions: {offered})")
+    if not callable(function):
+        raise UsageError(f"target {spec!r}: {function_name} is a {type(function).__name__}, not a function")
+    return _target(spec, _call(spec, function))
+
+
+def _own_functions(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, type) and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def _load_file(where: str) -> ModuleType:
+    path = Path(where)
+    if not path.is_file():
+        raise UsageError(f"there is no file {where}")
+    # A name of its own, so that train.py and json.py of the user shadow no module that is already loaded.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"keepwise_target_{path.stem}_{digest}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise UsageError(f"{where} cannot be read as Python")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)  # As `python file.py` does: modules beside the file can be imported.
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        sys.modules.pop(name, None)
+        raise TargetFailed(f"{where} raised {_line(error)}") from error
+    except SystemExit as error:
+        sys.modules.pop(name, None)
+        raise TargetFailed(f"{where} ended the process when it was imported (sys.exit outside a function?)") from error
+    return module
+
+
+def _load_module(where: str) -> ModuleType:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # As `python -m` does.
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if where == missing or where.startswith(missing + "."):
+            raise UsageError(f"there is no module {missing!r} (a file is written file.py:function)") from error
+        raise TargetFailed(f"module {where} raised {_line(error)}") from error
+    except Exception as error:
+        raise TargetFailed(f"module {where} raised {_line(error)}") from error
+
+
+def _call(spec: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise TargetFailed(f"{spec} raised {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _target(spec: str, made: Any) -> Target:
+    from torch import Tensor, nn
+
+    if not isinstance(made, tuple | list) or not 2 <= len(made) <= 4:
+        what = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
+        raise UsageError(f"{spec} returned a {what}; it must return {FORMS}")
+    model, args, kwargs, loss = (*made, *(None, None)[len(made) - 2 :])[:4]
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{spec} returned a {type(model).__name__} as model; a torch.nn.Module is needed ({FORMS})")
+    keywords = {} if kwargs is None else kwargs
+    if not isinstance(keywords, Mapping):
+        raise UsageError(f"{spec} returned a {type(keywords).__name__} as kwargs; a dict is needed ({FORMS})")
+    if isinstance(args, Mapping):
+        args, keywords = (), {**args, **keywords}
+    elif isinstance(args, Tensor):
+        args = (args,)
+    elif args is None:
+        args = ()
+    elif not isinstance(args, tuple | list):
+        raise UsageError(f"{spec} returned a {type(args).__name__} as args; a tuple, a dict or a tensor is needed ({FORMS})")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"{spec} returned a {type(loss).__name__} as loss; a function of the model's output is needed ({FORMS})")
+    return Target(name=spec, model=model, args=tuple(args), kwargs=dict(keywords), loss=loss, description=f"{spec}, yours")

@@ -1,7 +1,7 @@
 """Data for the built-in targets: real bytes of text, pictures and sounds drawn from them; nothing is downloaded.
 
-The text is the source code of Python's standard library, read from where it is installed. A token is a byte. Pictures and
-spectrograms are drawn by formulas whose numbers come from that text, so that labels can be learned from them.
+The text is the source code of Python's standard library, read from where it is installed. A token is a byte. Pictures
+and spectrograms are drawn by formulas whose numbers come from that text, so that labels can be learned from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def corpus() -> np.ndarray:
 
 
 def text(index: int, rows: int, length: int) -> Tensor:
-    """Token ids (int64, `rows` x `length`, values below 256) of the `index`-th batch: `rows` consecutive pieces of text."""
+    """Token ids (int64, `rows` x `length`, below 256) of the `index`-th batch: `rows` consecutive pieces of text."""
     source = corpus()
     start = index * rows * length
     where = np.arange(start, start + rows * length) % len(source)
@@ -39,20 +39,22 @@ def text(index: int, rows: int, length: int) -> Tensor:
 
 
 def masked_text(index: int, rows: int, length: int, *, mask_id: int, share: float = 0.15) -> tuple[Tensor, Tensor]:
-    """Masked language modelling: (inputs with `share` of the tokens replaced by `mask_id`, labels that are -100 elsewhere)."""
+    """Inputs with a `share` of the tokens replaced by `mask_id`, and labels: those tokens, and -100 elsewhere."""
     labels = text(index, rows, length)
     chosen = torch.from_numpy(np.random.default_rng(index).random((rows, length)) < share)
     return torch.where(chosen, mask_id, labels), torch.where(chosen, labels, -100)
 
 
 def pictures(index: int, count: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Coloured waves on a shaded ground (float32, `count` x 3 x `size` x `size`, about -1...1) and their labels (int64).
+    """Coloured waves on a shaded ground (float32, `count` x 3 x `size` x `size`, about -1...1) and labels (int64).
 
     The label is the direction of the waves, one of `classes`; their frequency, phase and colours come from the text.
     """
     source = corpus()
     start = index * count * 8
-    numbers = torch.from_numpy(source[np.arange(start, start + count * 8) % len(source)].astype(np.float32)).view(count, 8)
+    numbers = torch.from_numpy(source[np.arange(start, start + count * 8) % len(source)].astype(np.float32)).view(
+        count, 8
+    )
     labels = (numbers.sum(1).long() * 2654435761 >> 7) % classes
     grid = torch.linspace(-1, 1, size)
     y, x = torch.meshgrid(grid, grid, indexing="ij")
@@ -66,7 +68,7 @@ def pictures(index: int, count: int, size: int, classes: int) -> tuple[Tensor, T
 
 
 def chirps(index: int, rows: int, mels: int, frames: int, letters: int) -> tuple[Tensor, Tensor]:
-    """A made-up "speech": log-mel-like features (float32, `rows` x `mels` x `frames`) and the text (int64, `rows` x `letters`).
+    """Made-up speech: features (float32, `rows` x `mels` x `frames`) and its text (int64, `rows` x `letters`).
 
     Each letter sounds for `frames / letters` frames at a pitch and with overtones given by its byte.
     """

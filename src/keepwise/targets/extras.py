@@ -19,7 +19,7 @@ def require(package: str, *, extra: str) -> Any:
     Raises:
         UsageError: it is not installed; the message has the command that installs it.
     """
-    # The weights are random and nothing is fetched; without this variable the hub's client may ask the network at import.
+    # Weights are random and nothing is fetched; without this variable the hub's client may ask the network at import.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         return importlib.import_module(package)
@@ -30,7 +30,7 @@ def require(package: str, *, extra: str) -> Any:
 
 
 def block_names(model: nn.Module, *patterns: str) -> tuple[str, ...]:
-    """Paths of the modules that match one of the shell patterns, at the patterns' own depth, in the order of definition."""
+    """Paths of the modules that match one of the shell patterns, at that pattern's depth, in order of definition."""
     found: list[str] = []
     for pattern in patterns:
         found += [

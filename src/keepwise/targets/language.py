@@ -50,7 +50,7 @@ def gpt2(*, tiny: bool, dropout: float = 0.0, eager: bool = False) -> Target:
 
 
 def llama(*, tiny: bool, lora: bool = False) -> Target:
-    """Llama with grouped-query attention (Touvron et al. 2023); with `lora`, frozen but for adapters (Hu et al. 2021)."""
+    """Llama, grouped-query attention (Touvron et al. 2023); with `lora`, frozen but for adapters (Hu et al. 2021)."""
     hf = require("transformers", extra="transformers")
     size: dict[str, int] = (
         {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -68,7 +68,9 @@ def llama(*, tiny: bool, lora: bool = False) -> Target:
     model, blocks = hf.LlamaForCausalLM(config), "model.layers.*"
     if lora:
         peft = require("peft", extra="peft")
-        adapters = peft.LoraConfig(r=4 if tiny else 8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
+        adapters = peft.LoraConfig(
+            r=4 if tiny else 8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
+        )
         with warnings.catch_warnings():
             # peft asks the model for an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
@@ -79,7 +81,7 @@ def llama(*, tiny: bool, lora: bool = False) -> Target:
 
 
 def mixtral(*, tiny: bool) -> Target:
-    """Mixtral: a router sends each token to 2 experts (Jiang et al. 2024), so shapes inside a block differ from step to step."""
+    """Mixtral: a router sends each token to 2 experts (Jiang et al. 2024), so shapes change with the data."""
     hf = require("transformers", extra="transformers")
     size: dict[str, int] = (
         {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -154,15 +156,14 @@ def t5(*, tiny: bool) -> Target:
 def whisper(*, tiny: bool) -> Target:
     """Whisper (Radford et al. 2022): convolutions and an encoder over sound, a decoder that writes what was said."""
     hf = require("transformers", extra="transformers")
-    size: dict[str, int] = (
-        {"encoder_layers": 2, "decoder_layers": 2, "d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-        if tiny
-        else {"encoder_layers": 4, "decoder_layers": 4, "d_model": 384, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536}
-    )
-    heads = 4 if tiny else 6
+    layers, width, inner, heads = (2, 64, 128, 4) if tiny else (4, 384, 1536, 6)
     mels, positions, letters = (16, 32, 16) if tiny else (80, 500, 128)
     config = hf.WhisperConfig(
-        **size,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        d_model=width,
+        encoder_ffn_dim=inner,
+        decoder_ffn_dim=inner,
         encoder_attention_heads=heads,
         decoder_attention_heads=heads,
         num_mel_bins=mels,

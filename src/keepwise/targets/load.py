@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from keepwise._errors import UsageError
 from keepwise.targets.registry import build
@@ -22,9 +22,9 @@ def load(spec: str) -> Target:
     """The target that `spec` names.
 
     Args:
-        spec: a built-in name, `file.py:function` or `package.module:function`. The function takes no argument and returns
-            `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, loss)`; `args` is a tuple, a mapping
-            (keywords) or one tensor.
+        spec: a built-in name, `file.py:function` or `package.module:function`. The function takes no argument and
+            returns `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, loss)`; `args` is a tuple, a
+            mapping (keywords) or one tensor.
 
     Raises:
         UsageError: the spec, the file, the module or the function is not there, or it does not return what it should.
@@ -110,23 +110,32 @@ def _line(error: BaseException) -> str:
 def _target(spec: str, made: Any) -> Target:
     from torch import Tensor, nn
 
+    def wrong(what: str, needed: str) -> UsageError:
+        return UsageError(f"{spec} returned {what}; {needed} is needed: {FORMS}")
+
     if not isinstance(made, tuple | list) or not 2 <= len(made) <= 4:
-        what = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
-        raise UsageError(f"{spec} returned a {what}; it must return {FORMS}")
-    model, args, kwargs, loss = (*made, *(None, None)[len(made) - 2 :])[:4]
+        what = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple | list) else "")
+        raise wrong(what, "a tuple")
+    model, args = made[:2]
+    keywords: Any = {} if len(made) < 3 or made[2] is None else made[2]
+    loss: Any = made[3] if len(made) > 3 else None
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{spec} returned a {type(model).__name__} as model; a torch.nn.Module is needed ({FORMS})")
-    keywords = {} if kwargs is None else kwargs
+        raise wrong(f"a {type(model).__name__} as model", "a torch.nn.Module")
     if not isinstance(keywords, Mapping):
-        raise UsageError(f"{spec} returned a {type(keywords).__name__} as kwargs; a dict is needed ({FORMS})")
+        raise wrong(f"a {type(keywords).__name__} as kwargs", "a dict")
+    if loss is not None and not callable(loss):
+        raise wrong(f"a {type(loss).__name__} as loss", "a function of the model's output")
     if isinstance(args, Mapping):
         args, keywords = (), {**args, **keywords}
     elif isinstance(args, Tensor):
         args = (args,)
-    elif args is None:
-        args = ()
-    elif not isinstance(args, tuple | list):
-        raise UsageError(f"{spec} returned a {type(args).__name__} as args; a tuple, a dict or a tensor is needed ({FORMS})")
-    if loss is not None and not callable(loss):
-        raise UsageError(f"{spec} returned a {type(loss).__name__} as loss; a function of the model's output is needed ({FORMS})")
-    return Target(name=spec, model=model, args=tuple(args), kwargs=dict(keywords), loss=loss, description=f"{spec}, yours")
+    elif args is not None and not isinstance(args, tuple | list):
+        raise wrong(f"a {type(args).__name__} as args", "a tuple, a dict or a tensor")
+    return Target(
+        name=spec,
+        model=model,
+        args=tuple(args or ()),
+        kwargs=dict(keywords),
+        loss=cast(Callable[[Any], Any] | None, loss),
+        description=f"{spec}, a target of yours",
+    )

@@ -33,7 +33,7 @@ class LanguageModel(nn.Module):
 
 def lstm(*, tiny: bool) -> Target:
     """The LSTM language model over text."""
-    width, depth, rows, length = (32, 2, 2, 24) if tiny else (512, 4, 8, 256)
+    width, depth, rows, length = (32, 2, 2, 24) if tiny else (512, 4, 16, 256)
     model = LanguageModel(width, depth)
 
     def batch(index: int) -> Batch:
@@ -90,8 +90,8 @@ def _squared_distance(state: Tensor) -> Tensor:
 
 
 def ode(*, tiny: bool) -> Target:
-    """A flow that is trained to bring all points on a spiral to the origin; its loss is a function outside the model."""
-    size, width, steps, points = (4, 16, 8, 16) if tiny else (64, 512, 40, 1024)
+    """A flow that learns to bring all points on a spiral to the origin; its loss is a function outside the model."""
+    size, width, steps, points = (4, 16, 8, 16) if tiny else (64, 512, 40, 2048)
     model = Solver(size, width, steps)
 
     def batch(index: int) -> Batch:

@@ -32,7 +32,9 @@ def _entry(where: str, about: str, **options: Any) -> _Entry:
 _TABLE: dict[str, _Entry] = {
     "gpt2": _entry("language:gpt2", "GPT-2, 6 blocks of width 768, 4 x 512 bytes of text (transformers)"),
     "gpt2-dropout": _entry("language:gpt2", "gpt2 with dropout 0.1 (transformers)", dropout=0.1),
-    "gpt2-eager": _entry("language:gpt2", "gpt2 with unfused attention: the T x T scores are saved (transformers)", eager=True),
+    "gpt2-eager": _entry(
+        "language:gpt2", "gpt2 with unfused attention, which saves T x T scores (transformers)", eager=True
+    ),
     "llama": _entry("language:llama", "Llama, 6 blocks of width 768, grouped-query attention, 4 x 512 (transformers)"),
     "llama-lora": _entry("language:llama", "llama, frozen, with LoRA adapters (transformers, peft)", lora=True),
     "mixtral": _entry("language:mixtral", "Mixtral, mixture of 4 experts, 2 for a token (transformers)"),
@@ -40,8 +42,8 @@ _TABLE: dict[str, _Entry] = {
     "t5": _entry("language:t5", "T5 encoder and decoder, dropout 0.1 (transformers)"),
     "whisper": _entry("language:whisper", "Whisper encoder and decoder on made-up sounds (transformers)"),
     "vit": _entry("vision:vit", "Vision Transformer, 6 blocks of width 768, 8 pictures of 224 x 224 (transformers)"),
-    "resnet50": _entry("vision:resnet50", "ResNet-50, 8 pictures of 160 x 160: BatchNorm, in-place ReLU (transformers)"),
-    "convnext": _entry("vision:convnext", "ConvNeXt, depthwise convolutions, 4 pictures of 160 x 160 (transformers)"),
+    "resnet50": _entry("vision:resnet50", "ResNet-50, BatchNorm, 8 pictures of 160 x 160 (transformers)"),
+    "convnext": _entry("vision:convnext", "ConvNeXt, depthwise convolutions, 8 pictures of 160 x 160 (transformers)"),
     "unet": _entry("unet:unet", "U-Net that removes noise: skips live across the whole network"),
     "lstm": _entry("recurrent:lstm", "LSTM language model, 4 layers with dropout between them"),
     "ode": _entry("recurrent:ode", "neural ODE: one small network called 4 times in each of many solver steps"),

@@ -36,9 +36,9 @@ class Target:
     description: str = ""
     """One line: the model and the size of its batch."""
     tokens: int | None = None
-    """Tokens (text), pixels' patches or samples that one batch holds; None where that makes no sense."""
+    """Tokens of text, pictures or other samples in one batch: what `tokens per second` counts; None where not known."""
     blocks: tuple[str, ...] = ()
-    """Module paths that a user would wrap in checkpointing by hand, in the order in which they run (stock policies only)."""
+    """Module paths that a user would wrap in checkpointing by hand, in the order in which they run."""
     batches: Callable[[int], Batch] | None = None
     """The i-th batch of a training run (same shapes, other data); None where there is just the one batch."""
 

@@ -1,4 +1,4 @@
-"""A U-Net (Ronneberger et al. 2015) that predicts the noise in a picture: long skips, the largest tensors at both ends."""
+"""A U-Net (Ronneberger et al. 2015) that predicts a picture's noise: long skips, the largest tensors at both ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class UNet(nn.Module):
 
 def unet(*, tiny: bool) -> Target:
     """The U-Net with pictures, noise and noise levels."""
-    width, depth, count, size = (8, 2, 2, 16) if tiny else (32, 3, 4, 96)
+    width, depth, count, size = (8, 2, 2, 16) if tiny else (48, 3, 8, 96)
     model = UNet(width, depth)
 
     def batch(index: int) -> Batch:

@@ -56,10 +56,10 @@ def resnet50(*, tiny: bool) -> Target:
 
 
 def convnext(*, tiny: bool) -> Target:
-    """ConvNeXt (Liu et al. 2022), tiny in the paper's sense: kernels that copy their inputs to another memory layout."""
+    """ConvNeXt (Liu et al. 2022), the paper's own "tiny": kernels that copy their inputs to another memory layout."""
     hf = require("transformers", extra="transformers")
     size: dict[str, Any] = {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [2, 2]} if tiny else {}
     model = hf.ConvNextForImageClassification(hf.ConvNextConfig(**size, num_labels=_CLASSES))
     return _classifier(
-        model, count=2 if tiny else 4, size=32 if tiny else 160, blocks="convnext.encoder.stages.*.layers.*"
+        model, count=2 if tiny else 8, size=32 if tiny else 160, blocks="convnext.encoder.stages.*.layers.*"
     )

@@ -1,7 +1,8 @@
 """Synthetic `Step`s for tests: a builder with an automatic backward, a few families, and a strategy for random ones.
 
-The builder plays a training step the way autograd would: every forward op is one autograd node, which reads its saves, turns the
-gradients of its outputs into gradients of its inputs (temporaries that die at their last use) and adds weight gradients to buffers.
+The builder plays a training step the way autograd would: every forward op is one autograd node, which reads its saves, turns
+the gradients of its outputs into gradients of its inputs (temporaries that die at their last use) and adds weight gradients to
+buffers.
 """
 
 from __future__ import annotations
@@ -100,15 +101,24 @@ class StepBuilder:
         replayable: bool = True,
         path: str = "",
     ) -> tuple[Tensor, ...]:
-        """An op with one fresh output a size; autograd saves `save` (inputs) and the outputs numbered `save_outputs`."""
+        """An op with one fresh output a size; autograd saves `save` (inputs) and outputs number `save_outputs`."""
         index = len(self.ops)
         held = [self._save(t, index) for t in save]
         read = self._read(inputs, index)
         outputs = tuple(self._fresh(n, Category.ACTIVATION, index) for n in sizes)
         self._record(
-            target, read, outputs, Phase.FORWARD, seconds=seconds, workspace_bytes=workspace, random=random, rng_bytes=rng_bytes,
-            replayable=replayable, why_not="" if replayable else "not repeatable", path=path,
-        )  # fmt: skip
+            target,
+            read,
+            outputs,
+            Phase.FORWARD,
+            seconds=seconds,
+            workspace_bytes=workspace,
+            random=random,
+            rng_bytes=rng_bytes,
+            replayable=replayable,
+            why_not="" if replayable else "not repeatable",
+            path=path,
+        )
         held += [self._save(outputs[i], index + 1) for i in save_outputs]
         self._node(index, inputs, outputs, held, in_place=False)
         return outputs
@@ -140,9 +150,7 @@ class StepBuilder:
         held = [self._save(t, index) for t in save]
         read = self._read((tensor, *others), index)
         self._bump(tensor.storage, index)
-        self._record(
-            target, read, (tensor,), Phase.FORWARD, writes=(tensor.storage,), seconds=seconds, path=path
-        )  # fmt: skip
+        self._record(target, read, (tensor,), Phase.FORWARD, writes=(tensor.storage,), seconds=seconds, path=path)
         if save_result:
             held.append(self._save(tensor, index + 1))
         self._node(index, (tensor, *others), (tensor,), held, in_place=True)
@@ -156,9 +164,14 @@ class StepBuilder:
         out, stats = self._fresh(size, Category.ACTIVATION, index), self._fresh(4, Category.ACTIVATION, index)
         self._bump(mean.storage, index)
         self._record(
-            "aten.native_batch_norm.default", read, (out, stats), Phase.FORWARD, writes=(mean.storage,),
-            seconds=seconds, path=path,
-        )  # fmt: skip
+            "aten.native_batch_norm.default",
+            read,
+            (out, stats),
+            Phase.FORWARD,
+            writes=(mean.storage,),
+            seconds=seconds,
+            path=path,
+        )
         held.append(self._save(stats, index + 1))
         self._node(index, (x,), (out,), held, in_place=False)
         return out
@@ -179,7 +192,7 @@ class StepBuilder:
     def build(
         self, loss: Tensor, *, grads: str = "held", optimizer: bool = False, outside: int = 0, tail: int = 0
     ) -> Step:
-        """The whole step: forward as recorded, backward from `loss`, optimizer over the parameters that got a gradient."""
+        """The step: forward as recorded, backward from `loss`, optimizer over the parameters that hold a gradient."""
         forward_end = len(self.ops) - 1
         buffers: dict[int, Tensor] = {}
         if grads == "held":
@@ -248,9 +261,14 @@ class StepBuilder:
         size = self.storages[t.storage].nbytes
         fresh = self._fresh(size, Category.TEMPORARY, index)
         self._record(
-            node.name + "_backward", self._read(incoming, index), (fresh,), Phase.BACKWARD, seconds=node.seconds, path=node.path,
+            node.name + "_backward",
+            self._read(incoming, index),
+            (fresh,),
+            Phase.BACKWARD,
+            seconds=node.seconds,
+            path=node.path,
             inert=args,
-        )  # fmt: skip
+        )
         is_weight = self.storages[t.storage].category is Category.PARAMETER
         table = buffers if is_weight else grads
         if t.storage in table:
@@ -282,10 +300,17 @@ class StepBuilder:
         s = self.storages[storage]
         self.values.append(
             Value(
-                id=len(self.values), storage=storage, version=s.version, view=view, shape=(s.nbytes,), stride=(1,), offset=0,
-                dtype="uint8", producer=producer,
+                id=len(self.values),
+                storage=storage,
+                version=s.version,
+                view=view,
+                shape=(s.nbytes,),
+                stride=(1,),
+                offset=0,
+                dtype="uint8",
+                producer=producer,
             )
-        )  # fmt: skip
+        )
         return len(self.values) - 1
 
     def _current(self, tensor: Tensor) -> int:
@@ -340,16 +365,29 @@ class StepBuilder:
         until = {"": NO_OP, "end": last, "forward": forward_end}
         storages = tuple(
             Storage(
-                id=i, nbytes=s.nbytes, device=self.device, category=s.category, birth=s.birth, name=s.name,
-                held_until=max(s.touched, until[s.held], s.birth), saved_until=s.saved_until, versions=s.version + 1,
-                keep_reason=s.keep_reason, holder="test" if s.held else "",
+                id=i,
+                nbytes=s.nbytes,
+                device=self.device,
+                category=s.category,
+                birth=s.birth,
+                name=s.name,
+                held_until=max(s.touched, until[s.held], s.birth),
+                saved_until=s.saved_until,
+                versions=s.version + 1,
+                keep_reason=s.keep_reason,
+                holder="test" if s.held else "",
             )
             for i, s in enumerate(self.storages)
-        )  # fmt: skip
+        )
         return Step(
-            device=self.device, ops=tuple(self.ops), values=tuple(self.values), storages=storages, saves=tuple(self.saves),
-            seconds=sum(op.seconds for op in self.ops), outside_bytes=outside,
-        )  # fmt: skip
+            device=self.device,
+            ops=tuple(self.ops),
+            values=tuple(self.values),
+            storages=storages,
+            saves=tuple(self.saves),
+            seconds=sum(op.seconds for op in self.ops),
+            outside_bytes=outside,
+        )
 
 
 # -------------------------------------------------------------------- families
@@ -384,8 +422,16 @@ def gpt_like(
     x = b.one(tokens, wte, size=w, save=[tokens], seconds=0.1, target="aten.embedding.default", path="wte")
     for i in range(blocks):
         x = _gpt_block(b, x, w, f"h.{i}", dropout=dropout)
-    ln, mean = b.op(x, b.parameter(4), sizes=(w, 4), save=[x], save_outputs=(1,), seconds=0.2,
-                    target="aten.native_layer_norm.default", path="ln_f")  # fmt: skip
+    ln, mean = b.op(
+        x,
+        b.parameter(4),
+        sizes=(w, 4),
+        save=[x],
+        save_outputs=(1,),
+        seconds=0.2,
+        target="aten.native_layer_norm.default",
+        path="ln_f",
+    )
     logits = b.one(ln, wte, size=vocab, save=[ln], seconds=4.0, path="lm_head")
     flat = b.view(logits)
     log = b.one(flat, size=vocab, save_outputs=(0,), seconds=1.0, target="aten._log_softmax.default")
@@ -396,8 +442,16 @@ def gpt_like(
 
 def _gpt_block(b: StepBuilder, x: Tensor, w: int, path: str, *, dropout: bool) -> Tensor:
     def norm(y: Tensor, name: str) -> Tensor:
-        out, _ = b.op(y, b.parameter(4), sizes=(w, 4), save=[y], save_outputs=(1,), seconds=0.2,
-                      target="aten.native_layer_norm.default", path=f"{path}.{name}")  # fmt: skip
+        out, _ = b.op(
+            y,
+            b.parameter(4),
+            sizes=(w, 4),
+            save=[y],
+            save_outputs=(1,),
+            seconds=0.2,
+            target="aten.native_layer_norm.default",
+            path=f"{path}.{name}",
+        )
         return out
 
     def linear(y: Tensor, size: int, name: str, seconds: float) -> Tensor:
@@ -414,14 +468,32 @@ def _gpt_block(b: StepBuilder, x: Tensor, w: int, path: str, *, dropout: bool) -
     def maybe_dropout(y: Tensor, name: str) -> Tensor:
         if not dropout:
             return y
-        out, _ = b.op(y, sizes=(w, w // 4), save_outputs=(1,), seconds=0.2, random="cpu", rng_bytes=50,
-                      target="aten.native_dropout.default", path=f"{path}.{name}")  # fmt: skip
+        out, _ = b.op(
+            y,
+            sizes=(w, w // 4),
+            save_outputs=(1,),
+            seconds=0.2,
+            random="cpu",
+            rng_bytes=50,
+            target="aten.native_dropout.default",
+            path=f"{path}.{name}",
+        )
         return out
 
     qkv = linear(norm(x, "ln_1"), 3 * w, "attn.c_attn", 3.0)
     q, k, v = (b.view(qkv, path=f"{path}.attn") for _ in range(3))
-    out, _ = b.op(q, k, v, sizes=(w, 8), save=[q, k, v], save_outputs=(0, 1), seconds=2.0, workspace=w,
-                  target="aten._scaled_dot_product_flash_attention_for_cpu.default", path=f"{path}.attn")  # fmt: skip
+    out, _ = b.op(
+        q,
+        k,
+        v,
+        sizes=(w, 8),
+        save=[q, k, v],
+        save_outputs=(0, 1),
+        seconds=2.0,
+        workspace=w,
+        target="aten._scaled_dot_product_flash_attention_for_cpu.default",
+        path=f"{path}.attn",
+    )
     att = maybe_dropout(linear(b.view(out, path=f"{path}.attn"), w, "attn.c_proj", 1.0), "attn.drop")
     x = b.one(x, att, size=w, seconds=0.1, target="aten.add.Tensor", path=path)
     up = linear(norm(x, "ln_2"), 4 * w, "mlp.c_fc", 4.0)
@@ -481,7 +553,7 @@ _SIZES = st.integers(1, 12)
 
 @st.composite
 def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
-    """A random small step: fan-out, views, in-place writes, moving buffers, random and unrepeatable ops, holders, optimizer."""
+    """A random small step: views, in-place writes, moving buffers, random and unrepeatable ops, holders, optimizer."""
     b = StepBuilder()
     pool = [b.input(draw(_SIZES))]
     weights = [b.parameter(draw(_SIZES)) for _ in range(draw(st.integers(0, 2)))]
@@ -514,9 +586,16 @@ def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
             if kind == "random":
                 extra |= {"random": "cpu", "rng_bytes": draw(_SIZES)}
             pool.extend(
-                b.op(*inputs, sizes=sizes, save=save, save_outputs=outs, workspace=draw(st.integers(0, 6)),
-                     replayable=kind != "opaque", **extra)
-            )  # fmt: skip
+                b.op(
+                    *inputs,
+                    sizes=sizes,
+                    save=save,
+                    save_outputs=outs,
+                    workspace=draw(st.integers(0, 6)),
+                    replayable=kind != "opaque",
+                    **extra,
+                )
+            )
     loss = b.one(*pool[-3:], size=4, save=pool[-2:-1])
     return check_step(
         b.build(

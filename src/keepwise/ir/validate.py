@@ -1,7 +1,7 @@
 """`validate`: is a `Step` consistent with itself?
 
-The tracer runs it on what it wrote down; the tests run it on every synthetic step. Each finding is one sentence; an empty list
-means that the invariants stated in `step.py` hold. Linear in the size of the step.
+The tracer runs it on what it wrote down; the tests run it on every synthetic step. Each finding is one sentence; an empty
+list means that the invariants stated in `step.py` hold. Linear in the size of the step.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _saves(step: Step) -> Iterator[str]:
         version = sum(w < save.at for w in written.get(s.id, ()))
         # An op saves its inputs before it runs and may overwrite them at once: both versions are seen at that moment.
         if v.version not in (version, version + 1 if save.at in written.get(s.id, ()) else version):
-            yield f"save {save.index} holds version {v.version} of storage {s.id}, which is at {version} when it is packed"
+            yield f"save {save.index} holds version {v.version} of storage {s.id}, which is at {version} then"
         if s.saved_until == NO_OP:
             yield f"save {save.index} holds storage {s.id}, which says that autograd never saves it"
         previous = save.at - 1

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from keepwise._errors import InfeasibleBudget, KeepwiseError, MismatchError, PlanMismatch
 
 if TYPE_CHECKING:
-    from keepwise.estimate import estimate as estimate
+    from keepwise.estimator.api import estimate as estimate
 
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _LAZY: dict[str, str] = {
-    "estimate": "keepwise.estimate",
+    "estimate": "keepwise.estimator.api",
 }
 
 __all__ = [

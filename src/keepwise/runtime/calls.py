@@ -65,33 +65,47 @@ def with_tensors(
     return placed, {name: put(a) for name, a in kwargs.items()} if kwargs else {}
 
 
-class Hole:
-    """Stands for tensor argument number `index` in a template made by `template`."""
+def skeleton(
+    args: tuple[Any, ...], kwargs: dict[str, Any] | None, put: list[Any]
+) -> tuple[list[Any], dict[str, Any] | None, list[tuple[Any, Any]]]:
+    """A copy of a call's arguments with `put[k]` for the k-th tensor, and where each of them is.
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def template(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The literals of a call, with a `Hole` for each tensor: holds no tensor, so it may be kept."""
-    n = len(tensors_in(args, kwargs))
-    return with_tensors(args, kwargs, [Hole(i) for i in range(n)])
-
-
-def fill(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inverse of `template`."""
-
-    def put(a: Any) -> Any:
-        if type(a) is Hole:
-            return tensors[a.index]
-        if type(a) is list:
-            return [put(b) for b in a]
-        return a
-
-    placed = tuple([put(a) for a in args])
-    return placed, {name: put(a) for name, a in kwargs.items()} if kwargs else kwargs
+    Returns:
+        The arguments, the keyword arguments, and `(container, key)` of each tensor: `container[key] = t` puts another one there.
+    """
+    places: list[tuple[Any, Any]] = []
+    new_args = list(args)
+    k = 0
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            new_args[i] = put[k]
+            places.append((new_args, i))
+            k += 1
+        elif (type(a) is list or type(a) is tuple) and a:
+            inner = list(a)
+            new_args[i] = inner
+            for j, b in enumerate(a):
+                if isinstance(b, Tensor):
+                    inner[j] = put[k]
+                    places.append((inner, j))
+                    k += 1
+    if not kwargs:
+        return new_args, None, places
+    new_kwargs = dict(kwargs)
+    for name, a in kwargs.items():
+        if isinstance(a, Tensor):
+            new_kwargs[name] = put[k]
+            places.append((new_kwargs, name))
+            k += 1
+        elif (type(a) is list or type(a) is tuple) and a:
+            inner = list(a)
+            new_kwargs[name] = inner
+            for j, b in enumerate(a):
+                if isinstance(b, Tensor):
+                    inner[j] = put[k]
+                    places.append((inner, j))
+                    k += 1
+    return new_args, new_kwargs, places
 
 
 def target_name(func: torch._ops.OpOverload) -> str:
@@ -106,6 +120,11 @@ def resolve(target: str) -> torch._ops.OpOverload:
         AttributeError: no such op is registered in this process.
     """
     return operator.attrgetter(target)(torch.ops)
+
+
+def has_subclass(types: Any) -> bool:
+    """Whether a call's overloaded argument types hold a tensor subclass with a dispatch rule of its own."""
+    return any(c.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for c in types)
 
 
 def is_plain(t: Tensor) -> bool:

@@ -1,0 +1,190 @@
+"""Putting a program onto a model, and taking it off.
+
+Notes:
+1. The model's class is replaced by a generated subclass whose `forward` runs the user's under a guard. It reduces to the user's
+   own class when pickled or copied, so a copy (EMA, checkpoint) is a plain model that computes with its own weights.
+2. What decides is whether gradients are recorded, never `model.training`. Under `no_grad`, `inference_mode`, a functorch
+   transform or a compiler's trace, forward runs as if nothing had been applied.
+3. Which runner belongs to which model stands in a weak table, not on the model: state_dict, pickles and `__dict__` stay the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwise._errors import KeepwiseError
+from keepwise.runtime.guard import Guard
+from keepwise.runtime.program import Program
+from keepwise.runtime.stats import StepStats
+
+_RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
+_CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+class Runner:
+    """A program at work: makes guards, keeps the statistics of the last step."""
+
+    def __init__(self, program: Program, *, restarts: bool) -> None:
+        self.program = program
+        self.restarts = restarts
+        """Whether the recording begins with the model's forward (else with the user's whole step)."""
+        self.stats = StepStats()
+        self.num_paused = 0
+        self.audit_every = 0
+        self.num_steps = 0
+        self.local = threading.local()
+        self.num_warnings = 0
+
+    def is_active(self) -> bool:
+        """Whether a forward that starts now should run under a guard."""
+        return (
+            self.num_paused == 0
+            and not self.program.drops_nothing
+            and torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and torch._C._autograd._saved_tensors_hooks_is_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not torch.compiler.is_compiling()
+        )
+
+    def begin(self) -> StepStats:
+        """Statistics for a forward that starts now: those of the current step, or new ones when backward has begun since."""
+        if self.stats.num_replays or self.stats.num_saved == 0 or self.num_steps == 0:
+            self.num_steps += 1
+            self.stats = StepStats()
+            self.stats.auditing = bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
+        return self.stats
+
+    @contextlib.contextmanager
+    def guard(self, model: nn.Module | None) -> Iterator[Guard]:
+        """Run a piece of a step under a guard."""
+        guard = Guard(self.program, self.begin(), namer_of(model))
+        outer = getattr(self.local, "guard", None)
+        self.local.guard = guard
+        try:
+            with guard:
+                yield guard
+        finally:
+            self.local.guard = outer
+
+    def forward(self, model: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run the user's forward."""
+        if not self.is_active():
+            return call(*args, **kwargs)
+        guard = getattr(self.local, "guard", None)
+        if guard is not None:  # inside `with plan:`
+            if self.restarts:
+                guard.restart()
+            return call(*args, **kwargs)
+        with self.guard(model):
+            return call(*args, **kwargs)
+
+
+def namer_of(model: nn.Module | None) -> Any:
+    """A function that finds the name of a parameter or buffer, for error messages."""
+    if model is None:
+        return None
+    weak = weakref.ref(model)
+
+    def name(t: torch.Tensor) -> str:
+        owner = weak()
+        if owner is not None:
+            for n, p in (*owner.named_parameters(), *owner.named_buffers()):
+                if p is t or (p.layout is torch.strided and p.untyped_storage()._cdata == t.untyped_storage()._cdata):
+                    return n
+        return ""
+
+    return name
+
+
+def _subclass(base: type) -> type:
+    """Note 1."""
+    found = _CLASSES.get(base)
+    if found is not None:
+        return found
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(base.forward, self)
+        runner = _RUNNERS.get(self)
+        return call(*args, **kwargs) if runner is None else runner.forward(self, call, args, kwargs)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = base.__reduce_ex__(self, protocol)  # type: ignore[attr-defined]
+        if not isinstance(reduced, tuple):
+            return reduced
+        make, arguments, *rest = reduced
+        make = base if make is made else make
+        return (make, tuple(base if a is made else a for a in arguments), *rest)
+
+    names = {
+        "forward": functools.wraps(base.forward)(forward),
+        "__reduce_ex__": reduce_ex,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_keepwise_base": base,
+    }
+    made = type(base)(base.__name__, (base,), names)
+    _CLASSES[base] = made
+    return made
+
+
+def runner_of(model: nn.Module) -> Runner | None:
+    """The runner that is applied to a model."""
+    return _RUNNERS.get(model)
+
+
+def attach(model: nn.Module, runner: Runner) -> None:
+    """Let `model.forward` run under `runner` from now on.
+
+    Raises:
+        KeepwiseError: another plan is applied to it.
+    """
+    if model in _RUNNERS:
+        raise KeepwiseError(
+            f"a plan is applied to this {type(model).__name__} already; call remove() on it before applying another"
+        )
+    if (
+        "forward" in model.__dict__
+    ):  # an instance attribute (mixed-precision wrappers): it would hide the class's forward
+        inner = model.__dict__["forward"]
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found = _RUNNERS.get(model_ref()) if model_ref() is not None else None  # type: ignore[call-overload]
+            return inner(*args, **kwargs) if found is None else found.forward(model, inner, args, kwargs)
+
+        model_ref = weakref.ref(model)
+        _PATCHED[model] = (inner, forward)
+        model.__dict__["forward"] = forward
+    else:
+        model.__class__ = _subclass(type(model))
+    _RUNNERS[model] = runner
+
+
+def detach(model: nn.Module) -> None:
+    """Take the runner off; does nothing where none is applied."""
+    if _RUNNERS.pop(model, None) is None:
+        return
+    patched = _PATCHED.pop(model, None)
+    if patched is not None:
+        if model.__dict__.get("forward") is patched[1]:
+            model.__dict__["forward"] = patched[0]
+        return
+    base = getattr(type(model), "_keepwise_base", None)
+    if base is not None:
+        model.__class__ = base
+
+
+def models_of(runner: Runner) -> list[nn.Module]:
+    """Models that a runner is applied to."""
+    return [m for m, r in list(_RUNNERS.items()) if r is runner]

@@ -1,0 +1,216 @@
+"""A `Schedule` compiled into tables that the guard can look things up in while a step runs.
+
+Ops are numbered here by their place among the forward-phase ops of the step, because the guard does not see the others.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepwise.ir import NO_OP, Phase, Schedule, Step, Window
+from keepwise.runtime.calls import resolve
+from keepwise.runtime.clean import is_random
+
+LOCAL = 0
+"""The argument is made by the same replay."""
+OUTER = 1
+"""It is retained by an enclosing window."""
+LEAF = 2
+"""It is captured by reference."""
+COPY = 3
+"""It is captured by copy: it will be written, or the replay writes it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Use:
+    """One forward op in one window's replay."""
+
+    window: int
+    kinds: tuple[int, ...]
+    """LOCAL, OUTER, LEAF or COPY for each tensor argument."""
+    outer: tuple[int, ...]
+    """Enclosing window that retains the argument (where OUTER), else -1."""
+    copies: tuple[int, ...]
+    """Arguments from an enclosing window that the op writes: copied at replay."""
+
+
+@dataclass(slots=True)
+class OpEntry:
+    """One forward op as the guard expects it."""
+
+    index: int
+    func: Any
+    ins: tuple[int, ...]
+    """View id of each tensor argument (after `special.replay_arguments`)."""
+    outs: tuple[int, ...]
+    """View id of each result, -1 where it is no tensor."""
+    written: tuple[int, ...]
+    """Arguments that it writes in place."""
+    random: bool
+    where: str
+    uses: tuple[Use, ...] = ()
+    finishes: frozenset[int] = frozenset()
+    """Views whose content is complete only after this op although they were saved before it."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its arguments must be compared with the recording: it is replayed, or writes in place."""
+        return bool(self.uses) or bool(self.written)
+
+
+@dataclass(slots=True)
+class Program:
+    """Everything that the guard needs, made once per plan."""
+
+    ops: list[OpEntry]
+    windows: tuple[Window, ...]
+    drops: dict[tuple[int, int], int]
+    """(number of forward ops begun, view id) -> window that serves the save."""
+    drops_by_view: dict[int, int]
+    """The same by view alone, for steps whose ops lie elsewhere."""
+    finished_by: dict[int, int]
+    """View saved before its last write -> forward index of the op that finishes it."""
+    roots: dict[int, int]
+    """View id -> view id of the object that its storage was born with."""
+    nbytes: dict[int, int]
+    """View id -> bytes of its storage."""
+    trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    """Last three functions -> places in `ops` where they end, for finding the way back after a deviation."""
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the program leaves the step as it is."""
+        return not self.drops
+
+
+def compile_program(step: Step, schedule: Schedule) -> Program:
+    """Compile a schedule that `simulate` accepted.
+
+    Raises:
+        AttributeError: an op of the step is not registered in this process.
+    """
+    forward = [op for op in step.ops if op.phase == Phase.FORWARD]
+    place = {op.index: k for k, op in enumerate(forward)}
+    values, storages = step.values, step.storages
+    held = set(schedule.held) | set(schedule.packed) | set(schedule.offloaded)
+    roots: dict[int, int] = {}
+    born: dict[int, int] = {}
+    for v in values:
+        born.setdefault(v.storage, v.view)
+        roots[v.view] = born[v.storage]
+    members = [frozenset(w.ops) for w in schedule.windows]
+    retained = [frozenset(w.retain) for w in schedule.windows]
+    copies = [frozenset(w.copies) for w in schedule.windows]
+
+    def ancestors(w: int) -> list[int]:
+        chain = []
+        w = schedule.windows[w].parent
+        while w >= 0:
+            chain.append(w)
+            w = schedule.windows[w].parent
+        return chain
+
+    chains = [ancestors(w.id) for w in schedule.windows]
+    windows_of: dict[int, list[int]] = {}
+    for w in schedule.windows:
+        for o in w.ops:
+            windows_of.setdefault(o, []).append(w.id)
+
+    def use_of(op_index: int, window: int) -> Use:
+        op = step.ops[op_index]
+        written = {i for i, v in enumerate(op.inputs) if values[v].storage in op.writes}
+        kinds, outer, fix = [], [], []
+        for i, vid in enumerate(op.inputs):
+            v = values[vid]
+            kind, source = LEAF, -1
+            if step.writers.get((v.storage, v.version), NO_OP) in members[window]:
+                kind = LOCAL
+            elif vid in copies[window]:
+                kind = COPY
+            else:
+                for a in chains[window]:
+                    if v.storage in retained[a]:
+                        kind, source = OUTER, a
+                        break
+            if i in written and kind == LEAF:
+                kind = COPY
+            if i in written and kind == OUTER:
+                fix.append(i)
+            kinds.append(kind)
+            outer.append(source)
+        return Use(window=window, kinds=tuple(kinds), outer=tuple(outer), copies=tuple(fix))
+
+    saved_at: dict[int, int] = {}
+    for save in step.saves:
+        saved_at.setdefault(values[save.value].storage, save.at)
+    finished_by: dict[int, int] = {}
+    finishes: dict[int, set[int]] = {}
+    droppable = _dropped_storages(step, held, retained)
+    for s in droppable:
+        last = step.writers.get((s, storages[s].versions - 1), NO_OP)
+        if last >= saved_at[s] and last in place:
+            for save in step.saved_storages[s]:
+                view = values[save.value].view
+                finished_by[view] = place[last]
+                finishes.setdefault(place[last], set()).add(view)
+
+    ops = []
+    for k, op in enumerate(forward):
+        func = resolve(op.target)
+        ops.append(
+            OpEntry(
+                index=k,
+                func=func,
+                ins=tuple(values[v].view for v in op.inputs),
+                outs=tuple(values[v].view if v >= 0 else -1 for v in op.outputs),
+                written=tuple(i for i, v in enumerate(op.inputs) if values[v].storage in op.writes),
+                random=is_random(func) or bool(op.random),
+                where=f"{op.target} at {op.path or 'model'}" + (f" ({op.source})" if op.source else ""),
+                uses=tuple(use_of(op.index, w) for w in windows_of.get(op.index, ())),
+                finishes=frozenset(finishes.get(k, ())),
+            )
+        )
+
+    starts = [op.index for op in forward]
+    drops: dict[tuple[int, int], int] = {}
+    by_view: dict[int, set[int]] = {}
+    for save in step.saves:
+        v = values[save.value]
+        if v.storage not in droppable or not save.reads:
+            continue
+        window = _serving(schedule.windows, retained, v.storage, save.reads[0].first)
+        if window < 0:
+            continue
+        drops[bisect.bisect_left(starts, save.at), v.view] = window
+        by_view.setdefault(v.view, set()).add(window)
+    program = Program(
+        ops=ops,
+        windows=schedule.windows,
+        drops=drops,
+        drops_by_view={view: next(iter(ws)) for view, ws in by_view.items() if len(ws) == 1},
+        finished_by=finished_by,
+        roots=roots,
+        nbytes={v.view: storages[v.storage].nbytes for v in values},
+    )
+    funcs = [op.func for op in ops]
+    for k in range(2, len(funcs)):
+        program.trails.setdefault((funcs[k - 2], funcs[k - 1], funcs[k]), []).append(k)
+    return program
+
+
+def _dropped_storages(step: Step, held: set[int], retained: list[frozenset[int]]) -> set[int]:
+    anywhere = frozenset().union(*retained) if retained else frozenset()
+    return {s for s in step.saved_storages if s not in held and s in anywhere}
+
+
+def _serving(windows: tuple[Window, ...], retained: list[frozenset[int]], storage: int, moment: int) -> int:
+    """The innermost window around a moment that retains a storage; -1 if none does."""
+    best, size = -1, None
+    for w in windows:
+        if w.start <= moment <= w.stop and storage in retained[w.id]:
+            span = w.stop - w.start
+            if size is None or span <= size:
+                best, size = w.id, span
+    return best

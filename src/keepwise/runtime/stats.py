@@ -1,0 +1,66 @@
+"""What happened in the last step."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from keepwise._errors import MismatchError
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counters of one step, filled by the runtime."""
+
+    num_saved: int = 0
+    """Tensors that autograd saved under the plan."""
+    num_dropped: int = 0
+    """Saved tensors that were dropped."""
+    dropped_bytes: int = 0
+    """Bytes of the storages of dropped saved tensors, each storage once a window."""
+    num_replays: int = 0
+    """Windows replayed."""
+    num_ops_replayed: int = 0
+    replay_seconds: float = 0.0
+    num_deviations: int = 0
+    """Saved tensors that the plan drops and that were kept because the step differed from the recorded one."""
+    deviation_bytes: int = 0
+    """Their bytes."""
+    num_ops: int = 0
+    """Ops that the guard saw."""
+    num_unknown_ops: int = 0
+    """Ops that did not match the recording."""
+    num_audited: int = 0
+    """Replayed tensors whose digest was compared with the original."""
+    foreign_bytes: int = 0
+    """Bytes of kept tensors that passed through the user's own saved-tensor hooks."""
+    peak_bytes: int | None = None
+    """Peak of the device in bytes, where the device counts it."""
+    over_budget: bool = False
+    auditing: bool = False
+    mismatches: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add_replay(self, num_ops: int, seconds: float) -> None:
+        """Count one replay."""
+        with self.lock:
+            self.num_replays += 1
+            self.num_ops_replayed += num_ops
+            self.replay_seconds += seconds
+
+    def compare(self, original: int, replayed: int, view: int, path: str) -> None:
+        """Compare the digests of a dropped tensor and of its replay.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        with self.lock:
+            self.num_audited += 1
+        if original != replayed:
+            where = f" in {path}" if path else ""
+            message = f"the replay of tensor {view}{where} differs from the original"
+            with self.lock:
+                self.mismatches.append(message)
+            raise MismatchError(
+                f"{message}. Keep it with pin= or re-plan with `keepwise.fit`; please report the op that made it."
+            )

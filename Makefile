@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := test,lint,transformers,peft
-PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: help install demo test test-all lint format bench clean

@@ -1,0 +1,27 @@
+"""Programs by kind: what people do to a model, each compared bit for bit with plain autograd."""
+
+from __future__ import annotations
+
+import importlib
+
+from .program import Collection
+
+KINDS = (
+    "randomness",
+    "mutation",
+    "structure",
+    "autograd",
+    "precision",
+    "modes",
+    "shapes",
+    "time_threads",
+    "compiled",
+    "ddp",
+    "devices",
+    "differing_steps",
+)
+
+
+def kinds() -> list[Collection]:
+    """The programs of each kind, in the order of `KINDS`."""
+    return [importlib.import_module(f".{name}", __name__).PROGRAMS for name in KINDS]

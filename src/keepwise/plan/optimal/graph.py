@@ -1,0 +1,214 @@
+"""A `Step` seen by the optimal planner: bytes that no plan changes, and recipes by storage.
+
+Everything here follows the four rules of `keepwise.ir.schedule`. Three kinds of storages:
+
+- *fixed*: leaves, what user code holds, what has a `keep_reason`, what lives on another device. Their bytes are in `base`.
+- *droppable*: what the plan decides about. `base` charges them from birth to `held_until` only.
+- the rest (temporaries): charged as in the plain step; a plan may hold them for its windows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from keepwise.ir import NO_OP, Category, Phase, Step
+
+Bytes = npt.NDArray[np.int64]
+
+MAX_COPY_BYTES = 1 << 20
+"""Leaves that are written between forward and backward (running statistics) are copied up to this size, larger ones kept out."""
+
+_DYNAMIC = (Category.ACTIVATION, Category.TEMPORARY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """One tensor argument of an op, as a replay sees it."""
+
+    value: int
+    storage: int
+    reference: bool
+    """Whether holding the storage is enough: nothing writes it any more when backward reads."""
+    makers: tuple[int, ...]
+    """Ops that a replay must run where the storage is not at hand; empty where it comes from no op."""
+    copy: bool = False
+    """Whether it is a leaf that is written later: a small copy taken in forward serves it."""
+
+
+class Graph:
+    """Tables over one `Step`.
+
+    Attributes:
+        step: the step.
+        nbytes: bytes of each storage on the budget's device (0 for storages elsewhere).
+        droppable: storages that a plan may drop.
+        base: bytes at each moment that no plan changes: everything but droppable storages after their `held_until`; with workspace.
+        between: bytes of the same just before each moment.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.num_moments = len(step.ops)
+        self.nbytes = [s.nbytes if s.device == step.device else 0 for s in step.storages]
+        self.last_read = [NO_OP] * len(step.storages)
+        self.reads: list[list[tuple[int, int]]] = [[] for _ in step.storages]
+        for save in step.saves:
+            storage = step.values[save.value].storage
+            for read in save.reads:
+                self.reads[storage].append((read.first, read.last))
+                self.last_read[storage] = max(self.last_read[storage], read.last)
+        self._needs: dict[int, tuple[Need, ...]] = {}
+        self._makers: dict[int, tuple[int, ...] | None] = {}
+        self._horizon = max((m for m in self.last_read), default=0)
+        self.forward = tuple(op.index for op in step.ops if op.phase is Phase.FORWARD)
+        self.writes: list[list[int]] = [[] for _ in step.storages]
+        for op in step.ops:
+            for storage in op.writes:
+                self.writes[storage].append(op.index)
+        self.made_by: list[tuple[int, ...]] = [() for _ in step.ops]
+        born: list[list[int]] = [[] for _ in step.ops]
+        for s in step.storages:
+            if s.birth != NO_OP:
+                born[s.birth].append(s.id)
+        self.made_by = [tuple(b) for b in born]
+        self.droppable = frozenset(s.id for s in step.storages if self._is_droppable(s.id))
+        self.base, self.between = self._base()
+
+    def is_leaf(self, storage: int) -> bool:
+        """Whether a replay finds it without our help (parameters, buffers, inputs)."""
+        s = self.step.storages[storage]
+        return s.category.is_static and s.birth == NO_OP
+
+    def settled(self, value: int) -> bool:
+        """Whether nothing writes the value's storage between it and the last read of backward."""
+        v = self.step.values[value]
+        return v.version == bisect_left(self.writes[v.storage], self._horizon + 1)
+
+    def _is_droppable(self, storage: int) -> bool:
+        s = self.step.storages[storage]
+        if s.category not in _DYNAMIC or s.keep_reason or s.saved_until <= s.held_until or s.birth == NO_OP:
+            return False
+        return self.nbytes[storage] > 0 and self.makers(storage) is not None
+
+    def _base(self) -> tuple[Bytes, Bytes]:
+        change = np.zeros(self.num_moments + 1, dtype=np.int64)
+        change[0] = self.step.outside_bytes
+        before = change.copy()
+        for s in self.step.storages:
+            size = self.nbytes[s.id]
+            if not size:
+                continue
+            end = s.held_until if s.id in self.droppable else s.death
+            change[max(s.birth, 0)] += size
+            change[min(end, self.num_moments - 1) + 1] -= size
+            if s.birth < end:  # live between moments birth+1 .. end
+                before[max(s.birth + 1, 0)] += size
+                before[min(end, self.num_moments - 1) + 1] -= size
+        base = np.cumsum(change)[: self.num_moments]
+        base += np.array([op.workspace_bytes for op in self.step.ops], dtype=np.int64)
+        return base, np.cumsum(before)[: self.num_moments]
+
+    def needs(self, op: int) -> tuple[Need, ...]:
+        """Tensor arguments of an op, without those that are always at hand."""
+        found = self._needs.get(op)
+        if found is None:
+            needs: list[Need] = []
+            for value in self.step.ops[op].inputs:
+                storage = self.step.values[value].storage
+                settled, leaf = self.settled(value), self.is_leaf(storage)
+                if leaf and settled:
+                    continue
+                copy = leaf and self.nbytes[storage] <= MAX_COPY_BYTES
+                makers = () if leaf else self.step.dependencies(value)
+                needs.append(Need(value=value, storage=storage, reference=settled, makers=makers, copy=copy))
+            found = self._needs[op] = tuple(needs)
+        return found
+
+    def makers(self, storage: int) -> tuple[int, ...] | None:
+        """Ops that make the storage and the tensor objects over it that autograd saves; None where one cannot be replayed."""
+        if storage not in self._makers:
+            written = [o for o in self.writes[storage] if o <= self._horizon]
+            objects = [
+                o for save in self.step.saved_storages.get(storage, ()) for o in self.step.dependencies(save.value)
+            ]
+            ops = sorted({self.step.storages[storage].birth, *written, *objects} - {NO_OP})
+            good = bool(ops) and all(self.step.ops[o].replayable for o in ops)
+            self._makers[storage] = tuple(ops) if good else None
+        return self._makers[storage]
+
+    def recipe(self, targets: Iterable[int], at_hand: Collection[int]) -> tuple[int, ...] | None:
+        """Smallest list of ops that leads from the storages `at_hand` to `targets`, ascending; None if there is none."""
+        ops: set[int] = set()
+        stack: list[int] = []
+        for target in targets:
+            makers = self.makers(target)
+            if makers is None:
+                return None
+            stack.extend(makers)
+        while stack:
+            op = stack.pop()
+            if op in ops:
+                continue
+            ops.add(op)
+            if not self.step.ops[op].replayable:
+                return None
+            for need in self.needs(op):
+                if need.reference and need.storage in at_hand:
+                    continue
+                if not need.makers and not need.copy:
+                    return None
+                stack.extend(need.makers)
+        return tuple(sorted(ops))
+
+    def seconds(self, ops: Iterable[int]) -> float:
+        """Time of one run of `ops`."""
+        return sum(self.step.ops[o].seconds for o in ops)
+
+    def read_by(self, ops: Collection[int], at_hand: Collection[int]) -> set[int]:
+        """Storages at hand that a replay of `ops` reads from outside."""
+        return {n.storage for o in ops for n in self.needs(o) if n.reference and n.storage in at_hand}
+
+    def replay_peak(self, ops: Iterable[int], at_hand: Collection[int], retain: Collection[int]) -> int:
+        """High water of a replay's own storages, in bytes, those in `retain` included."""
+        ops = tuple(ops)
+        inside = set(ops)
+        last: dict[int, int] = {}
+        for op in ops:
+            for need in self.needs(op):
+                if need.makers and inside.issuperset(need.makers):
+                    last[need.storage] = op
+            for storage in self.step.ops[op].writes:
+                last[storage] = op
+        live = peak = 0
+        dying: dict[int, int] = {}
+        for op in ops:
+            for storage in self.made_by[op]:
+                live += self.nbytes[storage]
+                if storage not in retain:
+                    end = max(last.get(storage, op), op)
+                    dying[end] = dying.get(end, 0) + self.nbytes[storage]
+            peak = max(peak, live + self.step.ops[op].workspace_bytes)
+            live -= dying.pop(op, 0)
+        return peak
+
+    def copies(self, ops: Iterable[int]) -> tuple[int, ...]:
+        """Values that a replay of `ops` must find copied: one a version of a leaf that is written later."""
+        found: dict[tuple[int, int], int] = {}
+        ops = tuple(ops)
+        inside = set(ops)
+        for op in ops:
+            for need in self.needs(op):
+                v = self.step.values[need.value]
+                writer = self.step.writers.get((v.storage, v.version), NO_OP)
+                if need.copy and writer not in inside:
+                    found.setdefault((v.storage, v.version), need.value)
+        return tuple(sorted(found.values()))
+
+    def generator_bytes(self, ops: Iterable[int]) -> int:
+        """Bytes of generator states that must be captured to replay `ops`."""
+        return sum(self.step.ops[o].rng_bytes for o in ops if self.step.ops[o].random)

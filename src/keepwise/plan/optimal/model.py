@@ -1,0 +1,75 @@
+"""One step made ready for planning: stages, their menus, the chain's links. Independent of the budget, hence cached by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepwise.ir import Step
+from keepwise.plan.optimal.chain import Link
+from keepwise.plan.optimal.graph import Graph
+from keepwise.plan.optimal.menu import search_menu
+from keepwise.plan.optimal.options import Option, StageProblem
+from keepwise.plan.optimal.stages import Chain, cut_chain
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """Everything about a step that does not depend on the budget."""
+
+    graph: Graph
+    chain: Chain
+    problems: tuple[StageProblem, ...]
+    """One a stage."""
+    kinds: tuple[int, ...]
+    """Number of the distinct problem of each stage."""
+    menus: dict[int, list[Option]]
+    """Kind -> options."""
+    fixed_bytes: int
+    """Bytes of storages that are always held though they could be dropped."""
+
+    @property
+    def floor_of_base(self) -> int:
+        """Largest base: no plan goes below, in bytes."""
+        return int(self.graph.base.max()) if len(self.graph.base) else 0
+
+    def links(self) -> tuple[Link, ...]:
+        """The chain for the dynamic program."""
+        result: list[Link] = []
+        for stage, problem, kind in zip(self.chain.stages, self.problems, self.kinds, strict=True):
+            hand = problem.at_hand
+            ops = problem.recipe(stage.outputs, hand) if stage.outputs else ()
+            result.append(
+                Link(
+                    kind=kind,
+                    options=tuple(self.menus[kind]),
+                    input_bytes=sum(problem.cost(s) for s in stage.inputs),
+                    level=problem.level + self.fixed_bytes,
+                    forward_level=problem.forward_level + self.fixed_bytes,
+                    forward_high=int(problem.front.max()),
+                    pass_seconds=float("inf") if ops is None else self.graph.seconds(ops),
+                    pass_bytes=0 if not ops else self.graph.replay_peak(ops, hand, stage.outputs),
+                    start_bytes=int(problem.between[0]) if len(problem.between) else 0,
+                )
+            )
+        return tuple(result)
+
+
+def build_model(step: Step) -> Model:
+    """Cut, recognise equal stages, search the menus."""
+    graph = Graph(step)
+    chain = cut_chain(graph)
+    kinds: dict[tuple[object, ...], int] = {}
+    menus: dict[int, list[Option]] = {}
+    problems: list[StageProblem] = []
+    numbers: list[int] = []
+    for stage in chain.stages:
+        problem = StageProblem(graph, stage)
+        kind = kinds.setdefault(stage.key, len(kinds))
+        if kind not in menus:
+            menus[kind] = search_menu(problem)
+        problems.append(problem)
+        numbers.append(kind)
+    fixed = sum(graph.nbytes[s] for s in chain.held)
+    return Model(
+        graph=graph, chain=chain, problems=tuple(problems), kinds=tuple(numbers), menus=menus, fixed_bytes=fixed
+    )

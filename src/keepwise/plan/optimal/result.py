@@ -1,0 +1,52 @@
+"""What the optimal planner answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from keepwise.ir import Schedule
+
+
+class Status(Enum):
+    """How good a plan is; the value is a sentence for the user."""
+
+    OPTIMAL = "No plan of the searched window family that fits takes less time, within the tolerance."
+    FEASIBLE = "The plan fits; a faster one that fits may exist: see the gap, or allow more time."
+    INFEASIBLE = "No plan that was found fits the budget; the schedule is the one with the smallest peak."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimalResult:
+    """A schedule and what is proved about it."""
+
+    schedule: Schedule
+    """The plan; for an infeasible budget the plan with the smallest peak."""
+    status: Status
+    budget_bytes: int
+    """What was asked for."""
+    peak_bytes: int
+    """Whole-step peak of the schedule, from `simulate`."""
+    plain_peak_bytes: int
+    """Whole-step peak of the plain step, from `simulate`."""
+    floor_bytes: int
+    """Smallest whole-step peak that was found."""
+    added_seconds: float
+    """Seconds of all replays."""
+    bound_seconds: float
+    """Dual bound on `added_seconds` at this budget within the window family that was searched."""
+    gap: float
+    """(added - bound) / max(bound, 1 % of the step)."""
+    binding: str
+    """Moment and tensors that make the peak, in words."""
+    solve_seconds: float
+    """Wall time of this call."""
+    layers: tuple[str, ...]
+    """What was used, in order: `menus`, `chain`, `milp`, `tighten`, `second solve`, `candidates`, `interrupted`, `time limit`."""
+
+
+def gap_of(added: float, bound: float, step_seconds: float) -> float:
+    """(added - bound) / max(bound, 1 % of the step); 0 where both are 0."""
+    difference = max(added - bound, 0.0)
+    scale = max(bound, 0.01 * step_seconds)
+    return difference / scale if difference else 0.0

@@ -1,0 +1,261 @@
+"""`plan_optimal`: the fastest plan that fits, with a bound.
+
+1. *Model* (once a step): stages, menus, links.
+2. *Chain*: the dynamic program with bytes rounded up gives a plan, rounded down a bound.
+3. *Simulate and tighten*: the judge's peak decides; a plan that does not fit is solved again for less, one that leaves
+   room for more.
+4. *Second solve*: the smallest budget at which the program takes the same time.
+
+Every plan that the judge accepted is remembered with its step, and the best that fits is the answer, so that a smaller
+budget never gives a higher peak or less added time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from keepwise.ir import Schedule, Step
+from keepwise.plan.optimal.assemble import assemble
+from keepwise.plan.optimal.binding import describe_peak
+from keepwise.plan.optimal.chain import ChainProgram
+from keepwise.plan.optimal.model import Model, build_model
+from keepwise.plan.optimal.result import OptimalResult, Status, gap_of
+from keepwise.simulate import ScheduleError, Timeline, simulate
+
+_KEY = "_optimal_workbench"
+_TINY = 1e-9
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the gap so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that the judge accepted."""
+
+    schedule: Schedule
+    peak_bytes: int
+    added_seconds: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Workbench:
+    """What planning one step leaves for the next budget."""
+
+    step: Step
+    model: Model
+    plain: Timeline
+    plain_schedule: Schedule
+    upper: ChainProgram
+    lower: ChainProgram
+    candidates: list[Candidate] = field(default_factory=list)
+    """No one beaten by another in peak and time, by rising peak."""
+
+    def offer(self, schedule: Schedule) -> Candidate | None:
+        """Let the judge see a schedule; None if it is refused."""
+        try:
+            timeline = simulate(self.step, schedule)
+        except ScheduleError:
+            return None
+        found = Candidate(schedule=schedule, peak_bytes=timeline.peak_bytes, added_seconds=timeline.added_seconds)
+        if not any(
+            c.peak_bytes <= found.peak_bytes and c.added_seconds <= found.added_seconds + _TINY for c in self.candidates
+        ):
+            self.candidates = [
+                c
+                for c in self.candidates
+                if c.peak_bytes < found.peak_bytes or c.added_seconds < found.added_seconds - _TINY
+            ]
+            self.candidates.append(found)
+            self.candidates.sort(key=lambda c: c.peak_bytes)
+        return found
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        """Least added time that fits, then least peak."""
+        fitting = [c for c in self.candidates if c.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda c: (c.added_seconds, c.peak_bytes), default=None)
+
+    def try_chain(self, program: ChainProgram, budget_bytes: int) -> Candidate | None:
+        """Plan by the chain, judged."""
+        root = program.plan(budget_bytes)
+        if root is None:
+            return None
+        return self.offer(assemble(self.model.graph, self.model.chain, self.model.problems, root))
+
+
+def _grains(stages: int) -> int:
+    """Finer for short chains: the tables cost grains times stages squared."""
+    return max(1500, min(20000, 200_000 // max(stages, 1)))
+
+
+def workbench(step: Step) -> Workbench:
+    """The model and tables of a step, made at the first call and kept with the step."""
+    table: dict[str, Any] = vars(step)
+    if _KEY not in table:
+        model = build_model(step)
+        plain = simulate(step)
+        links = model.links()
+        low = min((link.level for link in links), default=0)
+        high = max(plain.peak_bytes, low + 1)
+        grains = _grains(len(links))
+        schedule = Schedule(held=tuple(sorted(model.graph.droppable)), planner="optimal", why="everything fits")
+        bench = Workbench(
+            step=step,
+            model=model,
+            plain=plain,
+            plain_schedule=schedule,
+            upper=ChainProgram(links, low=low, high=high, grains=grains, rounding="up"),
+            lower=ChainProgram(links, low=low, high=high, grains=grains, rounding="down"),
+        )
+        bench.offer(schedule)
+        table[_KEY] = bench
+    return table[_KEY]
+
+
+def plan_optimal(
+    step: Step,
+    budget_bytes: int,
+    *,
+    time_limit: float = 5.0,
+    tolerance: float = 0.01,
+    progress: Progress | None = None,
+    candidates: Sequence[Schedule] = (),
+) -> OptimalResult:
+    """The plan of `step` with the least added time whose whole-step peak is within `budget_bytes`.
+
+    Args:
+        step: a steady training step.
+        budget_bytes: bound on the peak of the whole step on its device, static bytes included.
+        time_limit: seconds after which the best plan so far is returned.
+        tolerance: gap at which a plan counts as optimal.
+        progress: called now and then with what is being done and the gap so far.
+        candidates: schedules of other planners; the result is never worse than one of them that fits.
+
+    Returns:
+        The plan with its bound. An infeasible budget is a result (`Status.INFEASIBLE`), with the schedule of the smallest peak.
+        On Ctrl-C the best plan so far is returned.
+    """
+    began = time.perf_counter()
+    bench = workbench(step)
+    layers = ["menus", "chain"]
+    if bench.plain.peak_bytes <= budget_bytes:
+        return _result(bench, budget_bytes, bench.best(bench.plain.peak_bytes), tolerance, began, layers)
+    try:
+        for schedule in candidates:
+            bench.offer(schedule)
+        if candidates:
+            layers.append("candidates")
+        if progress is not None:
+            progress("chain", float("inf"))
+        _solve(bench, budget_bytes, began + time_limit, layers)
+    except KeyboardInterrupt:
+        layers.append("interrupted")
+    return _result(bench, budget_bytes, bench.best(budget_bytes), tolerance, began, layers)
+
+
+def _solve(bench: Workbench, budget_bytes: int, deadline: float, layers: list[str]) -> None:
+    target = budget_bytes
+    for _ in range(8):
+        found = bench.try_chain(bench.upper, target)
+        if found is None or found.peak_bytes <= budget_bytes:
+            break
+        if "tighten" not in layers:
+            layers.append("tighten")
+        target -= found.peak_bytes - budget_bytes
+        if time.perf_counter() > deadline:
+            layers.append("time limit")
+            return
+    # Rounding up and what the chain charges twice leave room: ask for more, as long as the judge agrees.
+    bench.try_chain(bench.lower, budget_bytes)
+    for grains in (1, 2, 4, 8, 16):
+        if time.perf_counter() > deadline:
+            layers.append("time limit")
+            return
+        best = bench.best(budget_bytes)
+        more = budget_bytes + grains * bench.upper.grain
+        if best is not None and bench.upper.seconds(more) < best.added_seconds - _TINY:
+            bench.try_chain(bench.upper, more)
+    best = bench.best(budget_bytes)
+    if best is not None:
+        layers.append("second solve")
+        _smallest_peak(bench, budget_bytes, best.added_seconds)
+
+
+def _smallest_peak(bench: Workbench, budget_bytes: int, seconds: float) -> None:
+    """Ask the program for the smallest budget with no more time."""
+    program = bench.upper
+    low, high = 0, program.budget_grains(budget_bytes)
+    table = program.root[0]
+    if high < 0 or table[high] > seconds + _TINY:
+        return
+    while low < high:
+        middle = (low + high) // 2
+        if table[middle] <= seconds + _TINY:
+            high = middle
+        else:
+            low = middle + 1
+    bench.try_chain(program, program.low + high * program.grain)
+
+
+def _floor(bench: Workbench) -> Candidate:
+    """The plan with the smallest peak that is known."""
+    smallest = bench.upper.smallest()
+    if smallest is not None:
+        bench.try_chain(bench.upper, smallest)
+    return bench.candidates[0]
+
+
+def _result(
+    bench: Workbench, budget_bytes: int, found: Candidate | None, tolerance: float, began: float, layers: list[str]
+) -> OptimalResult:
+    step = bench.step
+    floor = _floor(bench)
+    if found is None and floor.peak_bytes <= budget_bytes:
+        found = floor
+    shown = found or floor
+    bound = min(bench.lower.seconds(budget_bytes), shown.added_seconds) if found is not None else shown.added_seconds
+    gap = gap_of(shown.added_seconds, bound, step.seconds)
+    if found is None:
+        status = Status.INFEASIBLE
+    else:
+        status = Status.OPTIMAL if gap <= tolerance else Status.FEASIBLE
+    schedule = msgspec.structs.replace(
+        shown.schedule, planner="optimal", why=f"{status.name.lower()}: gap {gap:.2%} to the bound"
+    )
+    return OptimalResult(
+        schedule=schedule,
+        status=status,
+        budget_bytes=budget_bytes,
+        peak_bytes=shown.peak_bytes,
+        plain_peak_bytes=bench.plain.peak_bytes,
+        floor_bytes=floor.peak_bytes,
+        added_seconds=shown.added_seconds,
+        bound_seconds=bound,
+        gap=gap,
+        binding=describe_peak(step, simulate(step, schedule)),
+        solve_seconds=time.perf_counter() - began,
+        layers=tuple(layers),
+    )
+
+
+def plan_floor(step: Step) -> OptimalResult:
+    """The plan with the smallest whole-step peak that the planner knows how to reach."""
+    began = time.perf_counter()
+    bench = workbench(step)
+    floor = _floor(bench)
+    return _result(bench, floor.peak_bytes, bench.best(floor.peak_bytes), 0.01, began, ["menus", "chain"])
+
+
+def frontier(step: Step, points: int = 20) -> list[OptimalResult]:
+    """Plans at `points` budgets from the floor to the plain peak, ascending."""
+    bench = workbench(step)
+    low, high = _floor(bench).peak_bytes, bench.plain.peak_bytes
+    budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
+    for budget in reversed(budgets):
+        plan_optimal(step, budget)
+    return [plan_optimal(step, budget) for budget in budgets]

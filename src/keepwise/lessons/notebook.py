@@ -101,7 +101,7 @@ for part in chosen:
 # %%
 from keepwise.lessons import torch_lesson  # noqa: E402 - torch is loaded only here
 
-plain, kept, gradients = torch_lesson.run()
-ledger, kept_again, gradients_again = torch_lesson.run(1, keepwise.checkpoint)
-same = all(bool((a == b).all()) for a, b in zip(gradients, gradients_again, strict=True))
-print(f"plain: {kept:,} floats kept, {plain.products} products; k = 1: {kept_again:,}, {ledger.products}, same: {same}")
+plain = torch_lesson.run()
+one = torch_lesson.run(1, keepwise.checkpoint)
+print(f"plain: {plain.kept_floats:,} floats kept when forward ends, {plain.products} matrix products")
+print(f"k = 1: {one.kept_floats:,} floats, {one.products} products, difference {one.difference(plain)}")

@@ -3,24 +3,24 @@
 PyTorch decides by itself what backward reads. For y = x + relu(x W1) W2 that is x and a: relu's backward looks at its
 result, so h is never kept. Plain PyTorch is the row "x, a" of the selective chapter, not the row "x, h, a".
 
-What is counted here: a dispatch mode sees every operation below autograd, and a weak reference tells when a storage
-dies. Live floats include everything that the step itself makes: activations, temporaries and gradients.
+What is counted here: the allocator's own events, as the profiler reports them. A matrix product that ran has allocated its
+result, so the products are counted there as well, replays included.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as original
 
 import keepwise
 from keepwise.lessons.chapter import Cell, Chapter, Table
 from keepwise.lessons.training import HIDDEN, NUM_BLOCKS, WIDTH
+from keepwise.measure import allocator_timeline, peak_of
 
 ROWS = 256
 Checkpoint = Callable[..., Any]
@@ -40,35 +40,22 @@ class Block(nn.Module):
         return x + self.second(self.dropout(torch.relu(self.first(x))))
 
 
-class Ledger(TorchDispatchMode):
-    """Floats alive among those that operations under this mode made, and the matrix products that ran."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One step."""
 
-    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.live_floats = self.peak_floats = self.products = 0
-        self._alive: set[int] = {
-            tensor.untyped_storage()._cdata for tensor in existing
-        }  # a view of these makes nothing
+    kept_floats: int
+    """Alive when forward has ended, without its output."""
+    peak_floats: int
+    """Highest level of the step above its start: activations, temporaries and gradients."""
+    products: int
+    """Matrix products that ran, in forward, backward and replays."""
+    gradients: list[Tensor]
+    """Of every weight."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.products += func is torch.ops.aten.mm.default
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._born(leaf.untyped_storage(), leaf.element_size())
-        return result
-
-    def _born(self, storage: torch.UntypedStorage, size: int) -> None:
-        key, floats = storage._cdata, storage.nbytes() // size
-        if key not in self._alive:
-            self._alive.add(key)
-            self.live_floats += floats
-            self.peak_floats = max(self.peak_floats, self.live_floats)
-            weakref.finalize(storage, self._died, key, floats)
-
-    def _died(self, key: int, floats: int) -> None:
-        self._alive.discard(key)
-        self.live_floats -= floats
+    def difference(self, other: Measured) -> float:
+        """Largest absolute difference between two steps' gradients."""
+        return max(float((a - b).abs().max()) for a, b in zip(self.gradients, other.gradients, strict=True))
 
 
 def forward(blocks: nn.Sequential, x: Tensor, k: int, checkpoint: Checkpoint | None, **options: Any) -> Tensor:
@@ -79,20 +66,32 @@ def forward(blocks: nn.Sequential, x: Tensor, k: int, checkpoint: Checkpoint | N
     return x
 
 
-def run(
-    k: int = NUM_BLOCKS, checkpoint: Checkpoint | None = None, *, dropout: float = 0.0, **options: Any
-) -> tuple[Ledger, int, list[Tensor]]:
-    """One step on a new, equal network. Returns the ledger, the floats kept when forward ends, and the gradients."""
+def run(k: int = NUM_BLOCKS, checkpoint: Checkpoint | None = None, *, dropout: float = 0.0, **options: Any) -> Measured:
+    """One step on a new, equal network, in segments of k blocks under `checkpoint`, with its `options`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         blocks = nn.Sequential(*(Block(dropout) for _ in range(NUM_BLOCKS)))
         given, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-        with Ledger(blocks.parameters()) as ledger:
-            y = forward(blocks, given.clone(), k, checkpoint, **options)  # the clone: so that the ledger sees x
-            kept = ledger.live_floats - y.numel()
-            error = y.detach() - target
-            y.backward(error)
-    return ledger, kept, [p.grad for p in blocks.parameters() if p.grad is not None]
+        outputs: list[Tensor] = []
+
+        def only_forward() -> Tensor:
+            outputs.append(forward(blocks, given.clone(), k, checkpoint, **options))  # a clone: so that x counts too
+            return outputs[-1]
+
+        def step() -> None:
+            torch.manual_seed(1)
+            y = only_forward()
+            y.backward(y.detach() - target)
+
+        kept = sum(event.delta_bytes for event in allocator_timeline(only_forward)) - outputs[-1].nbytes
+        outputs.clear()
+        events = allocator_timeline(step)
+    return Measured(
+        kept_floats=kept // given.element_size(),
+        peak_floats=peak_of(events) // given.element_size(),
+        products=sum(event.op == "aten::mm" and event.delta_bytes > 0 for event in events),
+        gradients=[weight.grad for weight in blocks.parameters() if weight.grad is not None],
+    )
 
 
 def chapter(checkpoint: Checkpoint | None = None) -> Chapter:
@@ -103,12 +102,11 @@ def chapter(checkpoint: Checkpoint | None = None) -> Chapter:
     rows: list[tuple[Cell, ...]] = [_row("everything kept (plain PyTorch)", plain, None)]
     segments = {k: run(k, checkpoint) for k in (1, 2, 4, 8)}
     rows += [_row(f"k = {k}", measured, plain) for k, measured in segments.items()]
-    saved = run(2, checkpoint, dropout=0.1)
-    unsaved = run(2, checkpoint, dropout=0.1, preserve_rng_state=False)
     rows += [
         _row("dropout, everything kept", noisy, None),
-        _row("dropout, k = 2, random state saved", saved, noisy),
-        _row("dropout, k = 2, random state not saved", unsaved, noisy),
+        _row("dropout, k = 2", run(2, checkpoint, dropout=0.1), noisy),
+        _row("dropout, k = 2, torch.utils.checkpoint", run(2, original, dropout=0.1), noisy),
+        _row("the same, preserve_rng_state=False", run(2, original, dropout=0.1, preserve_rng_state=False), noisy),
     ]
     layer = ROWS * (WIDTH + HIDDEN)
     return Chapter(
@@ -119,11 +117,13 @@ def chapter(checkpoint: Checkpoint | None = None) -> Chapter:
         "takes the arguments of torch.utils.checkpoint.checkpoint.",
         question=f"A layer has x, h and a: {ROWS * (WIDTH + 2 * HIDDEN):,} floats. How many does plain PyTorch keep "
         "a layer?",
-        answer=plain[1] // NUM_BLOCKS,
+        answer=plain.kept_floats // NUM_BLOCKS,
         why=f"x and a ({layer:,} floats): relu's backward reads its own result, so autograd never asks for h. The "
         "peak holds more than what forward kept: gradients of the weights, and the temporaries of the block in "
-        f"backward. With k = 1 {segments[1][0].products - plain[0].products} products run again, where the whole "
-        f"layers have {2 * NUM_BLOCKS}: a replay may stop as soon as the last tensor that backward reads is there.",
+        f"backward. With k = 1 {segments[1].products - plain.products} products run again, where the whole layers "
+        f"have {2 * NUM_BLOCKS}: a replay may stop as soon as the last tensor that backward reads is there. A "
+        f"generator's state is kept for each segment that draws ({torch.get_rng_state().nbytes:,} bytes on the CPU), "
+        "and without it the gradients are wrong; keepwise.checkpoint never draws again differently.",
         table=Table(
             columns=(
                 "run",
@@ -137,11 +137,6 @@ def chapter(checkpoint: Checkpoint | None = None) -> Chapter:
     )
 
 
-def _row(
-    label: str, measured: tuple[Ledger, int, list[Tensor]], reference: tuple[Ledger, int, list[Tensor]] | None
-) -> tuple[Cell, ...]:
-    ledger, kept, gradients = measured
-    difference = None
-    if reference is not None:
-        difference = max(float((a - b).abs().max()) for a, b in zip(gradients, reference[2], strict=True))
-    return label, kept, ledger.peak_floats, ledger.products, difference
+def _row(label: str, run: Measured, reference: Measured | None) -> tuple[Cell, ...]:
+    difference = None if reference is None else run.difference(reference)
+    return label, run.kept_floats, run.peak_floats, run.products, difference

@@ -1,8 +1,8 @@
 """Synthetic `Step`s for tests: a builder with an automatic backward, a few families, and a strategy for random ones.
 
-The builder plays a training step the way autograd would: every forward op is one autograd node, which reads its saves, turns
-the gradients of its outputs into gradients of its inputs (temporaries that die at their last use) and adds weight gradients to
-buffers.
+The builder plays a training step the way autograd would: every forward op is one autograd node, which reads its saves,
+turns the gradients of its outputs into gradients of its inputs (temporaries that die at their last use) and adds weight
+gradients to buffers.
 """
 
 from __future__ import annotations

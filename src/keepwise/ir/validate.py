@@ -1,7 +1,7 @@
 """`validate`: is a `Step` consistent with itself?
 
-The tracer runs it on what it wrote down; the tests run it on every synthetic step. Each finding is one sentence; an empty
-list means that the invariants stated in `step.py` hold. Linear in the size of the step.
+The tracer runs it on what it wrote down; the tests run it on every synthetic step. Each finding is one sentence; an
+empty list means that the invariants stated in `step.py` hold. Linear in the size of the step.
 """
 
 from __future__ import annotations

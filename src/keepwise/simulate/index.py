@@ -56,7 +56,7 @@ class StepIndex:
 
 def index_of(step: Step) -> StepIndex:
     """The index of `step`, computed at the first call."""
-    table = step.__dict__
+    table = vars(step)
     if _KEY not in table:
         table[_KEY] = StepIndex(step)
     return table[_KEY]

@@ -1,0 +1,367 @@
+"""What an op really does: which inputs it writes, whether it draws random numbers, and whether a replay gives the same bits.
+
+Notes:
+1. Effects are measured on the real call: inputs are copied first, compared afterwards bit for bit, and the op is run again on the copies in
+   the same surroundings as a replay will have. Schemas and version counters count too, but alone they are not believed: batch
+   normalisation writes its statistics and shows it in neither.
+2. Everything is remembered by signature, so that each distinct op pays once.
+3. Results without defined content (`empty`) are not compared.
+4. Ops that talk to other processes are never run twice.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from keepwise.ir import Phase
+from keepwise.runtime.calls import tensors_in, tensors_out, with_tensors
+from keepwise.runtime.clean import RandomState, call_with_state, clean, generator_of, is_random
+from keepwise.runtime.special import replay_arguments
+from keepwise.trace.flops import flops_of
+from keepwise.trace.spill import Geometry, can_spill
+from keepwise.trace.workspace import run_with_workspace
+
+Tensor = torch.Tensor
+
+SMALL_BYTES = 1 << 16
+"""Ops on fewer bytes of inputs and outputs are not searched for workspace."""
+WARM_SECONDS = 0.02
+"""Time spent on timing one signature; one run at least."""
+WARM_RUNS = 7
+
+_COMMUNICATES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"))
+_UNDEFINED = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized", "resize_")
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effects:
+    """What is known about all ops of one signature."""
+
+    writes: tuple[int, ...] = ()
+    """Positions, among the tensor arguments in flattened order, of those written."""
+    random: str = ""
+    """As `ir.Op.random`."""
+    rng_bytes: int = 0
+    replayable: bool = True
+    why_not: str = ""
+    seconds: float | None = None
+    """Warm duration; None where only the executions in the step tell."""
+    flops: int = 0
+    workspace_bytes: int = 0
+
+
+class Admission:
+    """Measures ops when they are first seen and remembers them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bool], Effects] = {}
+
+    def known(self, signature: str, phase: Phase) -> Effects | None:
+        """What an earlier call with this signature showed."""
+        return self._known.get((signature, phase is Phase.FORWARD))
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, signature: str, phase: Phase
+    ) -> tuple[Any, float, Effects]:
+        """Run an op for real and find out what it does: its result, its duration in seconds and its effects."""
+        if phase is Phase.FORWARD:
+            result, seconds, effects = _admit(func, args, kwargs)
+        else:
+            result, seconds, effects = _observe(func, args, kwargs)
+        self._known[signature, phase is Phase.FORWARD] = effects
+        return result, seconds, effects
+
+
+def schema_effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effects:
+    """What the schema alone says."""
+    return Effects(writes=_schema_writes(func, args, kwargs))
+
+
+def _schema_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return ()
+    written: set[int] = set()
+    fewer, _ = replay_arguments(func, args, kwargs)
+    if fewer is not args:
+        written.update(id(t) for a, b in zip(args, fewer, strict=True) if a is not b for t in tensors_in((a,), None))
+    if schema.is_mutable:
+        for i, declared in enumerate(schema.arguments):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(declared.name)
+                written.update(id(t) for t in tensors_in((given,), None))
+    if not written:
+        return ()
+    return tuple(i for i, t in enumerate(tensors_in(args, kwargs)) if id(t) in written)
+
+
+def _observe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, Effects]:
+    """Time and workspace of an op that will never be replayed."""
+    effects = schema_effects(func, args, kwargs)
+    result, seconds, workspace = _measured(func, args, kwargs)
+    return result, seconds, replace(effects, flops=flops_of(func, args, kwargs, result), workspace_bytes=workspace)
+
+
+def _measured(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, int]:
+    tensors = tensors_in(args, kwargs)
+    seconds = 0.0
+
+    def run() -> Any:
+        nonlocal seconds
+        _wait(tensors)
+        began = time.perf_counter()
+        result = func(*args, **kwargs)
+        _wait(tensors)
+        seconds = time.perf_counter() - began
+        return result
+
+    if sum(map(_nbytes, tensors)) < SMALL_BYTES // 2:
+        return run(), seconds, 0
+    result, workspace = run_with_workspace(run)
+    return result, seconds, workspace
+
+
+def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, Effects]:
+    """Note 1."""
+    tensors = tensors_in(args, kwargs)
+    reason = _unfit(func, tensors)
+    if reason:
+        result, seconds, effects = _observe(func, args, kwargs)
+        random = _declared_random(func, args, kwargs, tensors)
+        return result, seconds, replace(effects, replayable=False, why_not=reason, random=random[0], rng_bytes=random[1])
+    generator, own = generator_of(func, args, kwargs, _device(func, args, kwargs, tensors))
+    state = RandomState(generator, own=own) if generator is not None else None
+    with clean():
+        twins = _twins(tensors)
+    versions = [_version(t) for t in tensors]
+    result, seconds, workspace = _measured(func, args, kwargs)
+    outputs = tensors_out(result)
+    random, rng_bytes = "", 0
+    if state is not None and generator is not None:
+        with clean():
+            moved = not torch.equal(generator.get_state(), state.state)
+        if moved or own or is_random(func):
+            random = "own" if own else str(generator.device)
+            rng_bytes = state.state.numel()
+    declared = _schema_writes(func, args, kwargs)
+    effects = Effects(
+        writes=declared, random=random, rng_bytes=rng_bytes, flops=flops_of(func, args, kwargs, result), workspace_bytes=workspace
+    )
+    aliases = {t.untyped_storage()._cdata for t in tensors}
+    if not declared and outputs and all(o is not None and can_spill(o) and o.untyped_storage()._cdata in aliases for o in outputs):
+        return result, seconds, _admit_view(func, args, kwargs, tensors, twins, outputs, effects)
+    with clean():
+        written = {
+            i
+            for i, (t, twin) in enumerate(zip(tensors, twins, strict=True))
+            if i in declared or _version(t) != versions[i] or not _same_storage_bytes(t, twin)
+        }
+    # What another view of the same storage shows as written is written once.
+    by_storage = {tensors[i].untyped_storage()._cdata for i in written}
+    effects = replace(effects, writes=tuple(i for i, t in enumerate(tensors) if t.untyped_storage()._cdata in by_storage))
+    return result, seconds, _replay(func, args, kwargs, tensors, twins, outputs, effects, state if random else None)
+
+
+def _admit_view(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    twins: list[Tensor],
+    outputs: list[Tensor | None],
+    effects: Effects,
+) -> Effects:
+    placed, named = with_tensors(args, kwargs, list(twins))
+    try:
+        with clean():
+            began = time.perf_counter()
+            again = tensors_out(func(*placed, **named))
+            seconds = time.perf_counter() - began
+    except Exception as error:
+        return replace(effects, replayable=False, why_not=f"its replay raised {type(error).__name__}: {_line(error)}")
+    twin_of = {t.untyped_storage()._cdata: w.untyped_storage()._cdata for t, w in zip(tensors, twins, strict=True)}
+    for a, b in zip(outputs, again, strict=True):
+        if a is None or b is None or not _same_geometry(a, b):
+            return replace(effects, replayable=False, why_not="its replay returns another view")
+        if twin_of[a.untyped_storage()._cdata] != b.untyped_storage()._cdata:
+            return replace(effects, replayable=False, why_not="its replay returns no view")
+    return replace(effects, seconds=seconds)
+
+
+def _replay(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    twins: list[Tensor],
+    outputs: list[Tensor | None],
+    effects: Effects,
+    state: RandomState | None,
+) -> Effects:
+    placed, named = with_tensors(args, kwargs, list(twins))
+    fewer, fewer_named = replay_arguments(func, placed, named)
+    left_out = {id(t) for t in twins} - {id(t) for t in tensors_in(fewer, fewer_named)}
+    named = fewer_named or {}
+
+    def call() -> Any:
+        return func(*fewer, **named) if state is None else call_with_state(func, fewer, named, state)
+
+    try:
+        with clean():
+            again, first = _timed(call, twins)
+            why_not = _difference(func, tensors, twins, outputs, tensors_out(again), effects, left_out)
+            del again
+            if why_not:
+                return replace(effects, replayable=False, why_not=why_not)
+            return replace(effects, seconds=_warm(call, twins, first))
+    except Exception as error:
+        return replace(effects, replayable=False, why_not=f"its replay raised {type(error).__name__}: {_line(error)}")
+
+
+def _difference(
+    func: Any,
+    tensors: list[Tensor],
+    twins: list[Tensor],
+    outputs: list[Tensor | None],
+    again: list[Tensor | None],
+    effects: Effects,
+    left_out: set[int],
+) -> str:
+    """Why the replay is not the same; empty if it is."""
+    if len(outputs) != len(again):
+        return "its replay returns another number of tensors"
+    undefined = getattr(func, "_opname", "") in _UNDEFINED
+    for i, (a, b) in enumerate(zip(outputs, again, strict=True)):
+        if (a is None) != (b is None):
+            return f"its replay returns another result {i}"
+        if a is None or b is None:
+            continue
+        if not can_spill(a) or not can_spill(b):
+            return f"its result {i} is a {type(a).__name__} that is not an ordinary strided tensor"
+        if not _same_geometry(a, b):
+            return f"its replay returns result {i} with another shape, stride or dtype"
+        if not undefined and not same_bytes(a, b):
+            return f"its replay returns result {i} with other bits"
+    for i in effects.writes:
+        if id(twins[i]) not in left_out and not _same_storage_bytes(tensors[i], twins[i]):
+            return f"its replay writes other bits into argument {i}"
+    return ""
+
+
+def _warm(call: Callable[[], Any], twins: list[Tensor], first: float) -> float:
+    seconds, spent = [first], first
+    while spent < WARM_SECONDS and len(seconds) < WARM_RUNS:
+        _, took = _timed(call, twins)
+        seconds.append(took)
+        spent += took
+    return statistics.median(seconds)
+
+
+def _timed(call: Callable[[], Any], tensors: list[Tensor]) -> tuple[Any, float]:
+    _wait(tensors)
+    began = time.perf_counter()
+    result = call()
+    _wait(tensors)
+    return result, time.perf_counter() - began
+
+
+def _wait(tensors: list[Tensor]) -> None:
+    if any(t.device.type == "cuda" for t in tensors):
+        torch.cuda.synchronize()
+
+
+def _unfit(func: Any, tensors: list[Tensor]) -> str:
+    """Why an op cannot even be tried."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return "a higher-order operator"
+    if func.namespace in _COMMUNICATES:
+        return "it talks to other processes"
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return ""
+    for i, t in enumerate(tensors):
+        if not can_spill(t):
+            return f"its argument {i} is a {type(t).__name__} that is not an ordinary strided tensor"
+    return ""
+
+
+def _declared_random(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> tuple[str, int]:
+    if not isinstance(func, torch._ops.OpOverload) or not is_random(func):
+        return "", 0
+    generator, own = generator_of(func, args, kwargs, _device(func, args, kwargs, tensors))
+    if generator is None:
+        return "", 0
+    with _disable_current_modes():
+        return ("own" if own else str(generator.device)), generator.get_state().numel()
+
+
+def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
+    given = kwargs.get("device")
+    if isinstance(given, torch.device):
+        return given
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _twins(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies with the same strides, that share storage where the originals do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    twins: dict[int, Tensor] = {}
+    for t in tensors:
+        if id(t) in twins:
+            continue
+        storage = t.untyped_storage()
+        if storage._cdata not in storages:
+            copied = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+            copied.copy_(storage, non_blocking=False)
+            storages[storage._cdata] = copied
+        twins[id(t)] = Geometry(t).on(storages[storage._cdata])
+    return [twins[id(t)] for t in tensors]
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.nbytes if t.layout is torch.strided and not t.is_nested else SMALL_BYTES
+
+
+def _same_geometry(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+        and a.device == b.device
+    )
+
+
+def _same_storage_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_whole(a), _whole(b))
+
+
+def _whole(t: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # type: ignore[call-overload]
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of equal geometry hold the same bits, NaNs and signed zeros included; below autograd only."""
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    if a.numel() == 0:
+        return True
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else ""

@@ -1,0 +1,187 @@
+"""From drafts to the document."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+
+from keepwise.ir import NO_OP, Category, Op, Phase, Read, Save, Step, Storage
+
+if TYPE_CHECKING:
+    from keepwise.trace.recorder import OpDraft, Recorder, SaveDraft, Visit
+
+
+def assemble(recorder: Recorder, *, device: torch.device, seconds: float) -> Step:
+    """The `Step` that a recorder saw, checked against nothing: `ir.validate` does that."""
+    saves = _saves(recorder)
+    _judge_storages(recorder)
+    _extend_lives(recorder, saves)
+    return Step(
+        torch_version=str(torch.__version__),
+        device=str(device),
+        ops=_ops(recorder),
+        values=tuple(recorder.table.values),
+        storages=_storages(recorder),
+        saves=saves,
+        seconds=seconds,
+        notes=_notes(recorder),
+    )
+
+
+def _saves(recorder: Recorder) -> tuple[Save, ...]:
+    last = len(recorder.ops) - 1
+    done: list[Save] = []
+    for i, draft in enumerate(recorder.saves):
+        reads: list[Read] = []
+        after = draft.at - 1
+        for visit in draft.visits:
+            read = _read(recorder, visit)
+            if recorder.ops[read.first].phase is not Phase.BACKWARD:
+                draft.in_forward = True
+                continue
+            if read.first > after:
+                reads.append(read)
+                after = read.last
+        if draft.in_forward:
+            draft.storage.keep("read while forward was running, or by a backward that builds a graph")
+        # Autograd holds it to the end if it never let go.
+        released = draft.released if draft.released is not None else last
+        draft.storage.saved_until = max(draft.storage.saved_until, released, *(r.last for r in reads), NO_OP)
+        node = draft.visits[0].name if draft.visits else ""
+        done.append(Save(index=i, value=draft.value, at=draft.at, node=node, reads=tuple(reads)))
+    return tuple(done)
+
+
+def _read(recorder: Recorder, visit: Visit) -> Read:
+    """Moments of a node; a node that runs no op is at the clock, which must lie in backward."""
+    if visit.first != NO_OP:
+        return Read(first=visit.first, last=max(visit.last, visit.first))
+    ops = recorder.ops
+    at = max(visit.began, 0)
+    if ops[at].phase is not Phase.BACKWARD and at + 1 < len(ops):
+        at += 1
+    return Read(first=at, last=at)
+
+
+def _judge_storages(recorder: Recorder) -> None:
+    """Why a storage must not be dropped, from the ops that made and wrote it."""
+    table = recorder.table
+    for draft in table.storages:
+        if draft.is_leaf and not draft.category.is_static:
+            draft.keep("made by code that shows no ops")
+    for index, op in enumerate(recorder.ops):
+        why_not = op.why_not or (op.effects.why_not if op.effects is not None and not op.effects.replayable else "")
+        if not why_not:
+            continue
+        for v in op.outputs:
+            draft = table.storages[table.values[v].storage]
+            if draft.birth == index:
+                draft.keep(f"{op.target}: {why_not}")
+        for s in op.writes:
+            table.storages[s].keep(f"{op.target}: {why_not}")
+
+
+def _extend_lives(recorder: Recorder, saves: tuple[Save, ...]) -> None:
+    """Who outlives the step, copies that somebody took, and reads that a release came before."""
+    table = recorder.table
+    last = len(recorder.ops) - 1
+    for draft in table.storages:
+        if draft.held_until is None or draft.category.is_static:
+            draft.held_until = last
+        draft.held_until = max(draft.held_until, draft.birth)
+    for draft, moment in table.late_copies:
+        if moment > draft.saved_until:
+            assert draft.held_until is not None
+            draft.held_until = max(draft.held_until, moment)
+    for draft in table.copies_alive():
+        draft.held_until = last
+    for index, op in enumerate(recorder.ops):
+        for v in (*op.inputs, *op.outputs):
+            draft = table.storages[table.values[v].storage]
+            assert draft.held_until is not None
+            if index > max(draft.held_until, draft.saved_until):
+                draft.held_until = index
+
+
+def _ops(recorder: Recorder) -> tuple[Op, ...]:
+    here: dict[tuple[str, Phase], list[float]] = {}
+    for op in recorder.ops:
+        here.setdefault((op.signature, op.phase), []).append(op.seconds)
+    typical = {key: statistics.median(found) for key, found in here.items()}
+    done: list[Op] = []
+    for index, op in enumerate(recorder.ops):
+        effects = op.effects
+        path, source = _origin(recorder.saves, op)
+        seconds = effects.seconds if effects is not None and effects.seconds is not None else None
+        done.append(
+            Op(
+                index=index,
+                target=op.target,
+                inputs=tuple(op.inputs),
+                outputs=tuple(op.outputs),
+                phase=op.phase,
+                writes=tuple(op.writes),
+                is_view=op.is_view,
+                random=effects.random if effects is not None else "",
+                rng_bytes=effects.rng_bytes if effects is not None else 0,
+                replayable=not op.why_not and (effects is None or effects.replayable),
+                why_not=op.why_not or (effects.why_not if effects is not None else ""),
+                seconds=seconds if seconds is not None else typical[op.signature, op.phase],
+                flops=effects.flops if effects is not None else 0,
+                workspace_bytes=effects.workspace_bytes if effects is not None else 0,
+                path=path,
+                source=source,
+                signature=op.signature,
+            )
+        )
+    return tuple(done)
+
+
+def _origin(saves: list[SaveDraft], op: OpDraft) -> tuple[str, str]:
+    """Module path and line of an op; one of backward has those of the forward op whose saved tensor its node reads."""
+    if op.path or op.visit is None or not op.visit.saves:
+        return op.path, op.source
+    save = saves[op.visit.saves[0]]
+    return save.path, save.source
+
+
+def _storages(recorder: Recorder) -> tuple[Storage, ...]:
+    done: list[Storage] = []
+    for draft in recorder.table.storages:
+        assert draft.held_until is not None
+        done.append(
+            Storage(
+                id=draft.id,
+                nbytes=draft.nbytes,
+                device=draft.device,
+                category=draft.category,
+                birth=draft.birth,
+                held_until=draft.held_until,
+                saved_until=draft.saved_until,
+                versions=1 + len(draft.writers),
+                name=draft.name,
+                holder=draft.holder,
+                keep_reason="" if draft.category.is_static else draft.keep_reason,
+            )
+        )
+    return tuple(done)
+
+
+def _notes(recorder: Recorder) -> tuple[str, ...]:
+    notes: list[str] = []
+
+    def where(paths: dict[str, None]) -> str:
+        return ", ".join(repr(p) if p else "the model itself" for p in paths)
+
+    if recorder.functorch_paths:
+        notes.append(f"torch.func transforms run in {where(recorder.functorch_paths)}: what they save is kept.")
+    if recorder.foreign_hooks:
+        notes.append(f"Other hooks on saved tensors are active in {where(recorder.foreign_hooks)}: they keep what they pack.")
+    if recorder.checkpoints:
+        notes.append(f"torch.utils.checkpoint is active in {where(recorder.checkpoints)}: left as it is.")
+    opaque = sum(s.nbytes for s in recorder.table.storages if s.is_leaf and s.category is Category.ACTIVATION)
+    if opaque:
+        notes.append(f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions): kept.")
+    return tuple(notes)

@@ -1,0 +1,147 @@
+"""`trace_steps`: two consecutive real steps of a model that is left as it was.
+
+The first step admits ops and makes gradients and optimizer state exist; the second is the steady one and is written down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from keepwise.trace.admission import Admission
+from keepwise.trace.recorder import Recording, optimizer_tensors, record
+from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """What `trace_steps` found."""
+
+    recording: Recording
+    """The second step."""
+    first: Recording
+    """The first step, made with no gradients there."""
+    gradients: dict[str, Tensor | None]
+    """Gradients that the first step made, by parameter name (copies), for the proof."""
+    admission: Admission
+    """What is known about each distinct op."""
+    num_changed: int
+    """Storages of parameters and buffers that the two steps had changed and that were put back."""
+    seconds: float
+    """Duration of all of it."""
+
+
+def trace_steps(
+    run: Callable[[], Any],
+    *,
+    model: nn.Module | None,
+    inputs: Any = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    grads: Literal["held", "fresh"] = "held",
+    admission: Admission | None = None,
+    spill: bool = True,
+    device: torch.device | None = None,
+) -> Traced:
+    """Record the steady step that `run` makes.
+
+    Args:
+        run: one whole step: forward, loss, backward and, where its memory is to count, `optimizer.step()`. What it returns is held
+            to the end of the step: return the loss, detached.
+        model: its parameters, buffers, gradients and attributes are put back, bit for bit and object for object.
+        inputs: pytree of the tensors that `run` reads; their bytes and `.grad` are put back.
+        optimizer: its state is put back.
+        grads: whether gradient buffers exist during the whole recorded step, or are made by its backward.
+        admission: what is known from earlier traces.
+        spill: see `record`.
+        device: see `record`.
+
+    Raises:
+        Exception: whatever `run` raises, after everything was put back.
+    """
+    began = time.perf_counter()
+    admission = admission if admission is not None else Admission()
+    given = tensors_of(inputs)
+    parameters = list(model.parameters()) if model is not None else []
+    buffers = list(model.buffers()) if model is not None else []
+    gradients = Gradients([*parameters, *given])
+    attributes = Attributes(model)
+    generators = Generators()
+    contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
+    optimizer_state = _OptimizerState(optimizer)
+    own: list[tuple[torch.Generator, Tensor]] = []
+    num_changed = 0
+    made: dict[str, Tensor | None] = {}
+    try:
+        gradients.clear()
+        first = record(run, model=model, optimizer=optimizer, inputs=inputs, admit=admission, spill=spill, device=device)
+        own.extend(first.generators)
+        if model is not None:
+            made = {
+                name: p.grad.detach().clone() if p.grad is not None else None for name, p in model.named_parameters()
+            }
+        if grads == "fresh":
+            gradients.clear()
+        second = record(
+            run,
+            model=model,
+            optimizer=optimizer,
+            inputs=inputs,
+            admit=admission,
+            spill=spill,
+            leaves=first.leaves,
+            device=device,
+        )
+        seen = {id(g) for g, _ in own}
+        own.extend((g, state) for g, state in second.generators if id(g) not in seen)
+    finally:
+        gradients.restore()
+        optimizer_state.restore()
+        num_changed = contents.restore()
+        attributes.restore()
+        generators.restore()
+        for generator, state in own:
+            generator.set_state(state)
+    return Traced(
+        recording=second,
+        first=first,
+        gradients=made,
+        admission=admission,
+        num_changed=num_changed,
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _OptimizerState:
+    """State and groups of an optimizer, objects and bytes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        if optimizer is None:
+            return
+        self._bytes = Bytes(optimizer_tensors(optimizer))
+        self._state = {p: dict(s) for p, s in optimizer.state.items()}
+        self._groups = [dict(g) for g in optimizer.param_groups]
+        self._steps = getattr(optimizer, "_opt_called", None)
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        self._bytes.restore()
+        for p in [p for p in optimizer.state if p not in self._state]:
+            del optimizer.state[p]
+        for p, saved in self._state.items():
+            now = optimizer.state[p]
+            now.clear()
+            now.update(saved)
+        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(saved)

@@ -1,0 +1,139 @@
+"""Everything that a traced step may change, and how it is put back bit for bit.
+
+Notes:
+1. Parameters and buffers are copied into files (`spill.Copy`), compared afterwards and written back only where they differ, in
+   place: storages, views and hooks stay what they were. Version counters are put back too, so that a graph the user holds
+   does not complain.
+2. A parameter's `.grad` is taken off and the same object put back; gradients of the traced steps are others.
+3. Attributes of modules are rebound to what they were; lists, dicts and sets among them get their old contents, one level deep.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from keepwise.trace.spill import Copy, can_spill
+
+Tensor = torch.Tensor
+
+
+class Generators:
+    """States of all global generators: torch on every device in use, Python, NumPy."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        self.python = random.getstate()
+        numpy = _numpy()
+        self.numpy: Any = numpy.random.get_state() if numpy is not None else None
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        numpy = _numpy()
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+
+def _numpy() -> Any:
+    import sys
+
+    return sys.modules.get("numpy")
+
+
+class Bytes:
+    """Contents of tensors, each storage once (note 1)."""
+
+    def __init__(self, tensors: Iterable[Tensor], *, to_disk: bool = True) -> None:
+        self._saved: dict[int, tuple[Tensor, Copy]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        for t in tensors:
+            if not can_spill(t):
+                continue
+            storage = t.untyped_storage()
+            if not t.is_inference():
+                self._versions.append((t, t._version))
+            if storage._cdata not in self._saved:
+                self._saved[storage._cdata] = (t, Copy(storage, draft=None, version=0, to_disk=to_disk))
+
+    def restore(self) -> int:
+        """Write back what differs; the number of storages that did."""
+        changed = 0
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for t, copy in self._saved.values():
+                storage = t.untyped_storage()
+                if storage.nbytes() != copy.nbytes:
+                    storage.resize_(copy.nbytes)
+                if not copy.equals(storage):
+                    changed += 1
+                    copy.into(storage)
+            for t, version in self._versions:
+                if t._version != version:
+                    torch._C._autograd._unsafe_set_version_counter((t,), (version,))
+        return changed
+
+
+class Attributes:
+    """Python attributes of every module (note 3)."""
+
+    _CONTAINERS = (list, dict, set)
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        for module in model.modules() if model is not None else ():
+            values = dict(module.__dict__)
+            contents = {
+                name: value.copy() for name, value in values.items() if isinstance(value, self._CONTAINERS)
+            }
+            self._saved.append((module, values, contents))
+
+    def restore(self) -> None:
+        """Rebind and refill."""
+        for module, values, contents in self._saved:
+            now = module.__dict__
+            for name in [n for n in now if n not in values]:
+                del now[name]
+            for name, value in values.items():
+                if now.get(name, self) is not value:
+                    now[name] = value
+            for name, content in contents.items():
+                value = values[name]
+                if value == content if not isinstance(value, dict) else _same_items(value, content):
+                    continue
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _same_items(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+
+
+class Gradients:
+    """The `.grad` objects of parameters and arguments (note 2)."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._saved = [(t, t.grad) for t in tensors if t.is_leaf and t.requires_grad]
+
+    def clear(self) -> None:
+        """Take them off."""
+        for t, _ in self._saved:
+            t.grad = None
+
+    def restore(self) -> None:
+        """Put the same objects back."""
+        for t, grad in self._saved:
+            t.grad = grad
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a pytree."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]

@@ -1,10 +1,12 @@
-"""From decisions over the chain to a `Schedule`: windows, recipes, what is held."""
+"""From decisions over the chain to a `Schedule`: windows, recipes, what is held.
+
+The chain charges every stage's inputs; here those that nothing reads are let go, and windows that retain nothing vanish.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from keepwise.ir import Schedule, Window
 from keepwise.ir.schedule import NO_WINDOW
@@ -14,32 +16,39 @@ from keepwise.plan.optimal.options import Option, Replay, StageProblem
 from keepwise.plan.optimal.stages import Chain, Stage
 
 
+@dataclass(kw_only=True, slots=True)
+class _Draft:
+    """A window before it has a number."""
+
+    start: int
+    stop: int
+    ops: tuple[int, ...]
+    retain: frozenset[int]
+    path: str
+    children: list[_Draft] = field(default_factory=list)
+
+    def walk(self) -> Iterator[_Draft]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
 class _Assembly:
     def __init__(self, graph: Graph, chain: Chain, problems: Sequence[StageProblem]) -> None:
         self.graph = graph
-        self.chain = chain
+        self.stages = chain.stages
         self.problems = problems
-        self.windows: list[Window] = []
-        self.held: set[int] = set(chain.held)
+        self.always = set(chain.held) | (graph.formal - graph.droppable)
 
-    def add(self, *, start: int, stop: int, ops: tuple[int, ...], retain: Sequence[int], parent: int, path: str) -> int:
-        index = len(self.windows)
-        window = Window(
-            id=index,
-            start=start,
-            stop=stop,
-            ops=ops,
-            retain=tuple(sorted(retain)),
-            copies=self.graph.copies(ops),
-            parent=parent,
-            path=path,
-        )
-        self.windows.append(window)
-        return index
-
-    def run(self, root: Pass) -> None:
-        self.held |= self._left_by(root)
-        self._entries(root, NO_WINDOW, frozenset(self.held))
+    def run(self, root: Pass) -> Schedule:
+        left = frozenset(self.always | self._left_by(root))
+        drafts = self._entries(root, left)
+        windows: list[Window] = []
+        self._number(drafts, NO_WINDOW, windows)
+        free = frozenset().union(*(_free(p) for p in self.problems))
+        read = {s for w in windows for s in self.graph.read_by(w.ops, left | free)}
+        held = {s for s in left if s in self.graph.formal} | read
+        return Schedule(held=tuple(sorted(held)), windows=tuple(windows), planner="optimal")
 
     def _left_by(self, run: Pass) -> set[int]:
         """What a pass leaves: inputs of later entries, and what options hold."""
@@ -47,67 +56,79 @@ class _Assembly:
         for i, entry in enumerate(run.entries):
             if i > 0:
                 first = entry.first if isinstance(entry, SegmentEntry) else entry.stage
-                left.update(self.chain.stages[first].inputs)
+                left.update(self.stages[first].inputs)
             if isinstance(entry, StageEntry):
                 storages = self.problems[entry.stage].storages
                 left.update(storages[p] for p in entry.option.held)
         return left
 
-    def _entries(self, run: Pass, parent: int, at_hand: frozenset[int]) -> None:
+    def _entries(self, run: Pass, at_hand: frozenset[int]) -> list[_Draft]:
+        found: list[_Draft] = []
         for entry in run.entries:
             if isinstance(entry, StageEntry):
-                self._option(self.chain.stages[entry.stage], self.problems[entry.stage], entry.option, parent)
+                found.extend(self._option(self.stages[entry.stage], self.problems[entry.stage], entry.option))
             else:
-                self._segment(entry, parent, at_hand)
+                found.extend(self._segment(entry, at_hand))
+        return found
 
-    def _segment(self, entry: SegmentEntry, parent: int, at_hand: frozenset[int]) -> None:
+    def _segment(self, entry: SegmentEntry, at_hand: frozenset[int]) -> list[_Draft]:
         left = self._left_by(entry.inner) - at_hand
-        if not left:
-            self._entries(entry.inner, parent, at_hand)
-            return
-        hand = (
-            at_hand
-            | self.problems[entry.first].at_hand
-            | frozenset().union(*(_free(self.problems[i]) for i in range(entry.first, entry.last + 1)))
-        )
-        ops = self.graph.recipe(left, hand)
+        children = self._entries(entry.inner, at_hand | left)
+        starts: list[int] = [c.start for c in children]
+        used: set[int] = set()
+        for draft in (d for c in children for d in c.walk()):
+            used |= self.graph.read_by(draft.ops, left)
+        for stage in self.stages[entry.first : entry.last + 1]:
+            for node in stage.nodes:
+                read = left.intersection(node.storages)
+                if read:
+                    used |= read
+                    starts.append(node.first)
+        if not used:
+            return children
+        members = range(entry.first, entry.last + 1)
+        ops = self.graph.recipe(used, at_hand.union(*(_free(self.problems[i]) for i in members)))
         assert ops is not None, "the chain replays only what has a recipe"
-        stages = self.chain.stages
-        stop = stages[entry.first].last
-        place = len(self.windows)
-        index = self.add(
-            start=0,
-            stop=stop,
-            ops=ops,
-            retain=sorted(left),
-            parent=parent,
-            path=_between(stages[entry.first], stages[entry.last]),
+        first, last = self.stages[entry.first], self.stages[entry.last]
+        path = first.path if first.path == last.path else f"{first.path}..{last.path}"
+        draft = _Draft(
+            start=min(starts), stop=first.last, ops=ops, retain=frozenset(used), path=path, children=children
         )
-        self._entries(entry.inner, index, at_hand | left)
-        start = self._first_use(entry, left, place)
-        self.windows[place] = msgspec.structs.replace(self.windows[place], start=start)
+        return [draft]
 
-    def _first_use(self, entry: SegmentEntry, left: set[int], place: int) -> int:
-        starts = [w.start for w in self.windows[place + 1 :]]
-        for stage in self.chain.stages[entry.first : entry.last + 1]:
-            starts.extend(n.first for n in stage.nodes if left.intersection(n.storages))
-        return min(starts)
+    def _option(self, stage: Stage, problem: StageProblem, option: Option) -> list[_Draft]:
+        leaves = [self._replay(stage, problem, leaf) for leaf in option.leaves]
+        if option.outer is None:
+            return leaves
+        outer = self._replay(stage, problem, option.outer)
+        outer.children = leaves
+        return [outer]
 
-    def _option(self, stage: Stage, problem: StageProblem, option: Option, parent: int) -> None:
-        if option.outer is not None:
-            parent = self._replay(stage, problem, option.outer, parent)
-        for leaf in option.leaves:
-            self._replay(stage, problem, leaf, parent)
-
-    def _replay(self, stage: Stage, problem: StageProblem, replay: Replay, parent: int) -> int:
-        return self.add(
+    def _replay(self, stage: Stage, problem: StageProblem, replay: Replay) -> _Draft:
+        return _Draft(
             start=stage.first + replay.start,
             stop=stage.first + replay.stop,
             ops=tuple(stage.ops[p] for p in replay.ops),
-            retain=[problem.storages[p] for p in replay.retain],
-            parent=parent,
+            retain=frozenset(problem.storages[p] for p in replay.retain),
             path=stage.path,
         )
+
+    def _number(self, drafts: list[_Draft], parent: int, windows: list[Window]) -> None:
+        for draft in drafts:
+            index = len(windows)
+            windows.append(
+                Window(
+                    id=index,
+                    start=draft.start,
+                    stop=draft.stop,
+                    ops=draft.ops,
+                    retain=tuple(sorted(draft.retain)),
+                    copies=self.graph.copies(draft.ops),
+                    parent=parent,
+                    path=draft.path,
+                )
+            )
+            self._number(draft.children, index, windows)
 
 
 def assemble(graph: Graph, chain: Chain, problems: Sequence[StageProblem], root: Pass) -> Schedule:
@@ -119,21 +140,9 @@ def assemble(graph: Graph, chain: Chain, problems: Sequence[StageProblem], root:
         problems: one a stage, in order.
         root: decisions of the real forward pass.
     """
-    assembly = _Assembly(graph, chain, problems)
-    assembly.run(root)
-    read = {s for w in assembly.windows for s in graph.read_by(w.ops, _free_of(problems))}
-    held = assembly.held | read
-    return Schedule(held=tuple(sorted(held)), windows=tuple(assembly.windows), planner="optimal")
+    return _Assembly(graph, chain, problems).run(root)
 
 
 def _free(problem: StageProblem) -> frozenset[int]:
-    """Storages that are at hand at no cost in a stage's backward."""
+    """Storages that a stage's windows find without anyone's help."""
     return problem.at_hand - frozenset(problem.inputs)
-
-
-def _free_of(problems: Sequence[StageProblem]) -> frozenset[int]:
-    return frozenset().union(*(_free(p) for p in problems)) if problems else frozenset()
-
-
-def _between(first: Stage, last: Stage) -> str:
-    return first.path if first.path == last.path else f"{first.path}..{last.path}"

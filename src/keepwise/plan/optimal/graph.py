@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from keepwise.ir import NO_OP, Category, Phase, Step
+from keepwise.ir import NO_OP, Phase, Step
+from keepwise.plan.droppable import formally_droppable
 
 Bytes = npt.NDArray[np.int64]
 
 MAX_COPY_BYTES = 1 << 20
 """Leaves that are written between forward and backward (running statistics) are copied up to this size, larger ones kept out."""
-
-_DYNAMIC = (Category.ACTIVATION, Category.TEMPORARY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,8 @@ class Graph:
     Attributes:
         step: the step.
         nbytes: bytes of each storage on the budget's device (0 for storages elsewhere).
-        droppable: storages that a plan may drop.
+        formal: storages that `Schedule` counts as dropped unless they are listed.
+        droppable: storages that a plan may drop: those of them that cost bytes here and whose ops can be replayed.
         base: bytes at each moment that no plan changes: everything but droppable storages after their `held_until`; with workspace.
         between: bytes of the same just before each moment.
     """
@@ -76,7 +76,8 @@ class Graph:
             if s.birth != NO_OP:
                 born[s.birth].append(s.id)
         self.made_by = [tuple(b) for b in born]
-        self.droppable = frozenset(s.id for s in step.storages if self._is_droppable(s.id))
+        self.formal = formally_droppable(step)
+        self.droppable = frozenset(s for s in self.formal if self.nbytes[s] > 0 and self.makers(s) is not None)
         self.base, self.between = self._base()
 
     def is_leaf(self, storage: int) -> bool:
@@ -84,16 +85,14 @@ class Graph:
         s = self.step.storages[storage]
         return s.category.is_static and s.birth == NO_OP
 
+    def outlives_reads(self, storage: int) -> bool:
+        """Whether holding it costs bytes beyond its last read: autograd also saves it for a node that never reads."""
+        return storage in self.formal and self.step.storages[storage].saved_until > self.last_read[storage]
+
     def settled(self, value: int) -> bool:
         """Whether nothing writes the value's storage between it and the last read of backward."""
         v = self.step.values[value]
         return v.version == bisect_left(self.writes[v.storage], self._horizon + 1)
-
-    def _is_droppable(self, storage: int) -> bool:
-        s = self.step.storages[storage]
-        if s.category not in _DYNAMIC or s.keep_reason or s.saved_until <= s.held_until or s.birth == NO_OP:
-            return False
-        return self.nbytes[storage] > 0 and self.makers(storage) is not None
 
     def _base(self) -> tuple[Bytes, Bytes]:
         change = np.zeros(self.num_moments + 1, dtype=np.int64)
@@ -209,6 +208,7 @@ class Graph:
                     found.setdefault((v.storage, v.version), need.value)
         return tuple(sorted(found.values()))
 
-    def generator_bytes(self, ops: Iterable[int]) -> int:
-        """Bytes of generator states that must be captured to replay `ops`."""
-        return sum(self.step.ops[o].rng_bytes for o in ops if self.step.ops[o].random)
+    def carried_bytes(self, ops: Collection[int]) -> int:
+        """Bytes that forward sets aside for a replay of `ops`: generator states and copies of leaves that are written later."""
+        states = sum(self.step.ops[o].rng_bytes for o in ops if self.step.ops[o].random)
+        return states + sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))

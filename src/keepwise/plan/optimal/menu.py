@@ -134,7 +134,7 @@ def _partitions(
     held = problem.base.copy()
     before = problem.between.copy()
     for s in (*problem.inputs, *(problem.storages[i] for i in at_hand)):
-        end = max((last for _, last in problem.reads_of[s]), default=stage.first - 1)
+        end = problem.last_need(s)
         held[: end + 1 - stage.first] += problem.cost(s)
         before[: end + 1 - stage.first] += problem.cost(s)
     labels: list[list[tuple[float, int, tuple[tuple[int, int], ...]]]] = [[] for _ in range(len(groups) + 1)]

@@ -67,11 +67,17 @@ class StageProblem:
         self.level = int(base.min()) if len(base) else 0
         self.base = base - self.level
         self.between = graph.between[span] - self.level
-        front = slice(stage.ops[0], stage.ops[-1] + 1)
+        front = slice(stage.ops[0], stage.forward_stop)
         self.forward_level = int(graph.base[front].min())
         self.front = graph.base[front] - self.forward_level
         self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage)
         self.reads_of = {s: [(n.first, n.last) for n in stage.nodes if s in n.storages] for s in self.storages}
+
+    def last_need(self, storage: int) -> int:
+        """Last moment of the stage's backward at which a held storage is needed, windows that read it apart."""
+        if storage in self.stage.shared:
+            return self.stage.last
+        return max((last for _, last in self.reads_of[storage]), default=self.stage.first - 1)
 
     def recipe(self, targets: Collection[int], at_hand: Collection[int]) -> tuple[int, ...] | None:
         """Recipe within the stage; None where there is none, or where it leads out of the stage."""
@@ -100,7 +106,8 @@ class StageProblem:
         """
         graph, stage = self.graph, self.stage
         at_hand = set(self.at_hand) | {self.storages[i] for i in held}
-        needed: dict[int, int] = {}  # storage at hand -> last moment that needs it
+        # Storage at hand -> last moment that needs it.
+        needed = dict.fromkeys(stage.shared, stage.last)
         profile = self.base.copy()
         peak = 0
         seconds = 0.0
@@ -113,7 +120,7 @@ class StageProblem:
         outer_ids = {self.storages[i] for i in outer}
         inner_hand = at_hand | outer_ids
         leaves: list[Replay] = []
-        states: list[tuple[int, int]] = []  # (moment, bytes of generator states until then)
+        states: list[tuple[int, int]] = []  # (moment, bytes set aside in forward until then)
         retained: list[tuple[int, int, int]] = []
         for a, b in partition:
             wanted: dict[int, int] = {}
@@ -133,7 +140,7 @@ class StageProblem:
                 return None
             seconds += graph.seconds(ops)
             note(graph.read_by(ops, inner_hand), start)
-            states.append((start, graph.generator_bytes(ops)))
+            states.append((start, graph.carried_bytes(ops)))
             replay_highs.append((start, graph.replay_peak(ops, inner_hand, wanted), True))
             retained.extend((graph.nbytes[s], start, last) for s, last in wanted.items())
             leaves.append(
@@ -154,7 +161,7 @@ class StageProblem:
             served = [n.first for n in stage.nodes if outer_ids.intersection(n.storages)]
             outer_start = min([stage.first + leaf.start for leaf in leaves] + served)
             note(graph.read_by(ops, at_hand), outer_start)
-            states.append((outer_start, graph.generator_bytes(ops)))
+            states.append((outer_start, graph.carried_bytes(ops)))
             replay_highs.append((outer_start, graph.replay_peak(ops, at_hand, outer_ids), False))
             outer_replay = Replay(
                 start=outer_start - stage.first,

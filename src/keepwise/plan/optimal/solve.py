@@ -103,7 +103,7 @@ def workbench(step: Step) -> Workbench:
         low = min((link.level for link in links), default=0)
         high = max(plain.peak_bytes, low + 1)
         grains = _grains(len(links))
-        schedule = Schedule(held=tuple(sorted(model.graph.droppable)), planner="optimal", why="everything fits")
+        schedule = Schedule(held=tuple(sorted(model.graph.formal)), planner="optimal", why="everything fits")
         bench = Workbench(
             step=step,
             model=model,

@@ -39,6 +39,8 @@ class Stage:
     """Forward ops, ascending."""
     inputs: tuple[int, ...]
     """Storages that cross the cut before it."""
+    shared: frozenset[int]
+    """Inputs that the backward of the stage before reads too: they stay to the end of this stage's backward."""
     outputs: tuple[int, ...]
     """Storages that cross the cut after it."""
     own: tuple[int, ...]
@@ -49,6 +51,8 @@ class Stage:
     """First moment of its backward; the whole step's first backward moment where it reads nothing."""
     last: int
     """Last moment of its backward."""
+    forward_stop: int
+    """First moment after its forward: where the next stage's forward begins, or the first backward moment of the last stage."""
     key: tuple[object, ...]
     """Equal for stages that are the same problem."""
     path: str
@@ -104,7 +108,7 @@ def _lifetimes(graph: Graph, position: dict[int, int]) -> _Life:
             storage = step.values[value].storage
             if storage in first:
                 last[storage] = max(last[storage], at)
-                if not graph.settled(value):
+                if not graph.settled(value) or graph.outlives_reads(storage):
                     moving[storage] = max(moving.get(storage, 0), at)
     return _Life(first=first, last=last, moving=moving)
 
@@ -155,7 +159,7 @@ def _cuts(graph: Graph, life: _Life, wide: frozenset[int]) -> list[tuple[int, tu
         crossing.difference_update(closes[at])
         crossing.update(opens[at])
         closed += shut[at]
-        if len(crossing) == 1 and not closed:
+        if len(crossing) == 1 and not closed and tuple(crossing) != cuts[-1][1]:
             cuts.append((at, tuple(crossing)))
     return cuts
 
@@ -224,7 +228,7 @@ def _consistent(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wi
             break
         groups[bad : bad + 2] = [(groups[bad][0], groups[bad + 1][1], groups[bad][2])]
     decided = {s for stage in stages for s in (*stage.own, *stage.inputs)}
-    return Chain(stages=tuple(stages), held=frozenset(graph.droppable - decided))
+    return Chain(stages=tuple(stages), held=frozenset(s for s in graph.droppable - decided if graph.reads[s]))
 
 
 def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: frozenset[int]) -> list[Stage]:
@@ -251,27 +255,35 @@ def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: 
         mine = set(inputs)
         own = tuple(
             sorted(
-                {s for s, _, _ in reads[i] if s in graph.droppable and s not in wide and s not in mine and s in born}
+                {s for s, _, _ in reads[i] if _decidable(graph, s) and s not in wide and s not in mine and s in born}
             )
         )
         nodes = _nodes([r for r in reads[i] if r[0] in own or r[0] in mine])
         path = _common_path([step.ops[o].path for o in ops])
-        key = _key(graph, ops, inputs, outputs, own, nodes, first, last)
+        stop = graph.forward[groups[i + 1][0]] if i + 1 < len(groups) else max(first, ops[-1] + 1)
+        shared = frozenset(s for s, _, _ in reads[i - 1] if s in mine) if i > 0 else frozenset()
+        key = (_key(graph, ops, inputs, outputs, own, nodes, first, last, stop), tuple(s in shared for s in inputs))
         stages.append(
             Stage(
                 index=i,
                 ops=ops,
                 inputs=inputs,
+                shared=shared,
                 outputs=outputs,
                 own=own,
                 nodes=nodes,
                 first=first,
                 last=last,
+                forward_stop=stop,
                 key=key,
                 path=path,
             )
         )
     return stages
+
+
+def _decidable(graph: Graph, storage: int) -> bool:
+    return storage in graph.droppable and not graph.outlives_reads(storage)
 
 
 def _assign_reads(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]]) -> list[list[tuple[int, int, int]]]:
@@ -340,6 +352,7 @@ def _key(
     nodes: tuple[Node, ...],
     first: int,
     last: int,
+    forward_stop: int,
 ) -> tuple[object, ...]:
     """Ops, wiring, bytes and the shape of base memory, all relative."""
     names: dict[int, int] = {}
@@ -369,7 +382,7 @@ def _key(
     base = graph.base[first : last + 1]
     between = graph.between[first : last + 1]
     level = int(base.min()) if len(base) else 0
-    front = graph.base[ops[0] : ops[-1] + 1]
+    front = graph.base[ops[0] : forward_stop]
     front = front - front.min()
     return (
         tuple(wiring),

@@ -10,8 +10,8 @@ step. Plain memory charges a storage until the later of the two; a dropped stora
 
 Versions. A storage is written by its birth op (version 0) and once more by each op that lists it in `writes`. A `Value` is
 one version of one tensor object (`view`); an in-place op returns the same object, hence the same `view` and the next version.
-`Storage.versions` is the number of versions at the end of the step; `version == versions - 1` is the *final* version. Only a
-final version can be held by reference: an earlier one is overwritten in place, and must be copied or computed again.
+`Storage.versions` is the number of versions at the end of the step; `version == versions - 1` is the *final* version. A version
+can be held by reference until the op that writes the next one: what is read after that must be copied or computed again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
     """Value of each tensor result in flattened order."""
     phase: Phase
     writes: tuple[int, ...] = ()
-    """Storages that it writes in place (measured), each gaining one version. Its own fresh outputs are not listed."""
+    """Storages that it writes in place (measured), each gaining one version. Its own fresh outputs are not listed. A storage that is
+    listed here but is no input (running statistics of batch normalisation) is written by the op and not by its replay."""
     is_view: bool = False
     """Whether every output shares an input's storage and nothing is written: no bytes, no FLOPs."""
     random: str = ""

@@ -122,15 +122,10 @@ class _Search:
                 self._require(op, s)
         while self.stack:
             op = self.step.ops[self.stack.pop()]
-            read = set()
             for value in op.inputs:
-                read.add(self.step.values[value].storage)
                 if value not in self.seen:
                     self.seen.add(value)
                     self._input(value)
-            for s in op.writes:
-                if s not in read:
-                    self._blind_write(op.index, s)
         if self.obstacles:
             return NoRecipe(obstacles=tuple(self.obstacles.values()))
         ops = tuple(sorted(self.ops))
@@ -216,18 +211,6 @@ class _Search:
         else:
             self.ops.add(op)
             self.stack.append(op)
-
-    def _blind_write(self, op: int, storage: int) -> None:
-        """An op that writes a storage which it does not list among its inputs: the version before must be made."""
-        before = bisect_left(self.tables.write_moments[storage], op)
-        maker = self.step.writers.get((storage, before), NO_OP)
-        if maker == NO_OP:
-            for s in self.tables.step.ops[op].outputs:
-                self._block(
-                    self.step.values[s].storage, f"op {op} writes storage {storage} from outside without reading it"
-                )
-        else:
-            self._require(maker, storage)
 
     def _unreplayable(self, op: int) -> str:
         return f"op {op} ({self.step.ops[op].target}) is not replayable: {self.step.ops[op].why_not}"

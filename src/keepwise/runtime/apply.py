@@ -33,16 +33,19 @@ _PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary(
 class Runner:
     """A program at work: makes guards, keeps the statistics of the last step."""
 
-    def __init__(self, program: Program, *, restarts: bool) -> None:
+    def __init__(self, program: Program, *, restarts: bool, budget_bytes: int | None = None) -> None:
         self.program = program
         self.restarts = restarts
         """Whether the recording begins with the model's forward (else with the user's whole step)."""
+        self.budget_bytes = budget_bytes
         self.stats = StepStats()
         self.num_paused = 0
         self.audit_every = 0
         self.num_steps = 0
+        self.collecting = False
+        self.seen: list[StepStats] = []
+        """Statistics of the audited steps while `collecting`."""
         self.local = threading.local()
-        self.num_warnings = 0
 
     def is_active(self) -> bool:
         """Whether a forward that starts now should run under a guard."""
@@ -62,7 +65,15 @@ class Runner:
             self.num_steps += 1
             self.stats = StepStats()
             self.stats.auditing = bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
+            self.stats.collecting = self.collecting
+            if self.collecting:
+                self.seen.append(self.stats)
         return self.stats
+
+    def reset(self) -> None:
+        """Forget all statistics."""
+        self.stats = StepStats()
+        self.seen = []
 
     @contextlib.contextmanager
     def guard(self, model: nn.Module | None) -> Iterator[Guard]:

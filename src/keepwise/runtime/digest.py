@@ -6,7 +6,9 @@ accidents (a wrong replay), not attacks.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from typing import Any
 
 import torch
 
@@ -25,6 +27,43 @@ def digest(t: Tensor) -> int:
     if t.device.type == "cpu":
         return zlib.crc32(memoryview(flat.numpy()), seed)
     return seed ^ _mix(flat)
+
+
+def strong_digest(t: Tensor) -> int:
+    """64-bit digest of a tensor of any kind for proofs: bits, shape, dtype, layout; slower than `digest`."""
+    h = hashlib.blake2b(digest_size=8)
+    _feed(h, t.detach())
+    return int.from_bytes(h.digest(), "little")
+
+
+def _feed(h: Any, t: Tensor) -> None:
+    h.update(repr((type(t).__name__, tuple(t.shape) if not t.is_nested else (), t.dtype, t.layout)).encode())
+    if t.is_nested:
+        for part in (t.values(), t.offsets()) if t.layout is torch.jagged else t.unbind():
+            _feed(h, part.detach())
+    elif t.layout is torch.sparse_coo:
+        t = t.coalesce()
+        _feed(h, t.indices())
+        _feed(h, t.values())
+    elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        for part in (t.crow_indices(), t.col_indices(), t.values()):
+            _feed(h, part)
+    elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        for part in (t.ccol_indices(), t.row_indices(), t.values()):
+            _feed(h, part)
+    elif t.layout is not torch.strided:
+        _feed(h, t.to_dense())
+    elif hasattr(t, "__tensor_flatten__"):
+        names, _ = t.__tensor_flatten__()  # type: ignore[operator]
+        for name in names:
+            _feed(h, getattr(t, name).detach())
+    elif t.is_quantized:
+        _feed(h, t.int_repr())
+        h.update(repr(t.qscheme()).encode())
+    elif t.numel():
+        if t.is_conj() or t.is_neg():
+            t = t.resolve_conj().resolve_neg()
+        h.update(memoryview(t.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
 
 
 def _mix(flat: Tensor) -> int:

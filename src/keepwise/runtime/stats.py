@@ -38,7 +38,10 @@ class StepStats:
     """Peak of the device in bytes, where the device counts it."""
     over_budget: bool = False
     auditing: bool = False
-    mismatches: list[str] = field(default_factory=list)
+    collecting: bool = False
+    """Whether an audit notes mismatches instead of raising."""
+    mismatched: list[int] = field(default_factory=list)
+    """Views whose replay differs from the original."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add_replay(self, num_ops: int, seconds: float) -> None:
@@ -57,10 +60,12 @@ class StepStats:
         with self.lock:
             self.num_audited += 1
         if original != replayed:
-            where = f" in {path}" if path else ""
-            message = f"the replay of tensor {view}{where} differs from the original"
             with self.lock:
-                self.mismatches.append(message)
+                self.mismatched.append(view)
+            if self.collecting:
+                return
+            where = f" in {path}" if path else ""
             raise MismatchError(
-                f"{message}. Keep it with pin= or re-plan with `keepwise.fit`; please report the op that made it."
+                f"the replay of tensor {view}{where} differs from the original. Keep it with pin= or run keepwise.fit again; "
+                "please report the op that made it."
             )

@@ -115,7 +115,8 @@ class _Run:
         for value in op.inputs:
             read.setdefault(self.step.values[value].storage, []).append(self._find(value, position, i))
         for s in op.writes:
-            self._write(s, read.get(s), position, i)
+            if s in read:  # what an op writes without reading it (running statistics) its replay leaves alone
+                self._write(s, read[s], position, i)
         for s in self.index.fresh[i]:
             buffer = Buffer(storage=s, version=0, born=position, last=position)
             self.current[s] = buffer
@@ -165,11 +166,11 @@ class _Run:
     def _has_object(self, buffer: Buffer, view: int) -> bool:
         return buffer.copy != NO_COPY or view in buffer.objects or self.step.values[view].producer == NO_OP
 
-    def _write(self, s: int, sources: list[Buffer | None] | None, position: int, i: int) -> None:
+    def _write(self, s: int, sources: list[Buffer | None], position: int, i: int) -> None:
         """Advance the buffer of `s`: only a private one may be written, and no version may be skipped."""
         version = bisect_left(self.index.write_moments[s], i) + 1
         buffer = self.current.get(s)
-        shared = any(source is None for source in sources) if sources is not None else buffer is None
+        shared = any(source is None for source in sources)
         if shared or buffer is None:
             raise ScheduleError(
                 f"{self.step.ops[i].target} writes in place a storage that this replay did not make and does not copy",

@@ -74,7 +74,7 @@ def trace_steps(
     attributes = Attributes(model)
     generators = Generators()
     contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
-    optimizer_state = _OptimizerState(optimizer)
+    optimizer_state = OptimizerState(optimizer)
     own: list[tuple[torch.Generator, Tensor]] = []
     num_changed = 0
     made: dict[str, Tensor | None] = {}
@@ -118,7 +118,7 @@ def trace_steps(
     )
 
 
-class _OptimizerState:
+class OptimizerState:
     """State and groups of an optimizer, objects and bytes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,0 +1,131 @@
+"""Admission of a whole plan: one real step under it, with every replay compared with its original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwise.runtime.apply import attach, detach
+from keepwise.session.batch import Batch
+from keepwise.session.plan import Plan
+from keepwise.trace import Traced
+from keepwise.proof.state import SavedState
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the step showed."""
+
+    bad_storages: frozenset[int]
+    """Storages whose replay differs from the original."""
+    notes: tuple[str, ...]
+    difference: str = ""
+    """First difference of the planned step from the plain one, if plain repeats and every replay is right; else empty."""
+
+
+def prove_plan(
+    plan: Plan,
+    model: nn.Module,
+    run: Callable[[], Any],
+    batch: Batch,
+    traced: Traced,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    uses_context: bool,
+) -> Outcome:
+    """Run the planned step from the state that the trace started from.
+
+    Args:
+        plan: not yet applied.
+        model: without a plan on it.
+        run: one whole step.
+        batch: its arguments.
+        traced: the plain steps, from the same state.
+        optimizer: whose step `run` makes, if any.
+        uses_context: whether the plan covers the user's whole step (`with plan:`) rather than the model's forward.
+    """
+    generators = [g for g, _ in (*traced.first.generators, *traced.recording.generators)]
+    state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
+    runner = plan.runner
+    runner.audit_every, runner.num_steps, runner.collecting = 1, 0, True
+    dropping = not runner.program.drops_nothing
+    try:
+        state.clear_gradients()
+        if dropping:
+            attach(model, runner)
+        try:
+            if uses_context and dropping:
+                with plan:
+                    result = run()
+            else:
+                result = run()
+        finally:
+            detach(model)
+        bad = frozenset(plan.step.values[view].storage for stats in runner.seen for view in stats.mismatched)
+        difference = "" if bad else _difference(model, traced, result)
+        if not difference:
+            return Outcome(bad_storages=bad, notes=())
+        if dropping:
+            state.restore()
+            state.clear_gradients()
+            again = _difference(model, traced, run())
+            if not again:
+                return Outcome(bad_storages=bad, notes=(), difference=difference)
+            difference = again
+        audited = sum(stats.num_audited for stats in runner.seen)
+        where = _first_path(traced)
+        return Outcome(
+            bad_storages=bad,
+            notes=(
+                f"the plain step is not repeatable from the same state ({difference} differ{where}): no verdict from comparing whole "
+                f"steps; {audited} replayed tensors were compared with their originals and are equal",
+            ),
+        )
+    finally:
+        runner.audit_every, runner.num_steps, runner.collecting = 0, 0, False
+        runner.reset()
+        state.restore()
+
+
+def _difference(model: nn.Module, traced: Traced, result: Any) -> str:
+    expected = traced.first.result
+    if isinstance(expected, Tensor) and isinstance(result, Tensor) and not same_bits(expected, result):
+        return "the losses"
+    for name, p in model.named_parameters():
+        g = traced.gradients.get(name)
+        if (g is None) != (p.grad is None) or (g is not None and p.grad is not None and not same_bits(g, p.grad)):
+            return f"the gradients of {name}"
+    return ""
+
+
+def _first_path(traced: Traced) -> str:
+    """Where two recorded steps first disagree in their literals; empty if nowhere."""
+    for a, b in zip(traced.first.step.ops, traced.recording.step.ops, strict=False):
+        if a.signature != b.signature and a.target == b.target:
+            return f"; the first op whose arguments change from step to step is {b.target} in {b.path or 'the model'} ({b.source})"
+    return ""
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, NaNs included."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout is torch.sparse_coo:
+        a, b = a.coalesce(), b.coalesce()
+        return same_bits(a.indices(), b.indices()) and same_bits(a.values(), b.values())
+    if a.layout is not torch.strided or a.is_nested or hasattr(a, "__tensor_flatten__"):
+        from keepwise.runtime.digest import strong_digest
+
+        return strong_digest(a) == strong_digest(b)
+    a, b = a.detach(), b.detach()
+    if torch.equal(a, b):
+        return True
+    return bool(a.numel()) and torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )

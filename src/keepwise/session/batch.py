@@ -1,0 +1,143 @@
+"""The user's model, batch and loss, as one callable training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwise._errors import UsageError
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Arguments of one forward pass."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def as_batch(args: Any, kwargs: Mapping[str, Any] | None) -> Batch:
+    """Arguments as API users give them: a tuple, a mapping, one tensor, or nothing.
+
+    Raises:
+        UsageError: none of these.
+    """
+    extra = dict(kwargs or {})
+    if args is None:
+        return Batch(kwargs=extra)
+    if isinstance(args, torch.Tensor):
+        return Batch(args=(args,), kwargs=extra)
+    if isinstance(args, Mapping):
+        return Batch(kwargs={**args, **extra})
+    if isinstance(args, (tuple, list)):
+        return Batch(args=tuple(args), kwargs=extra)
+    raise UsageError(
+        f"args must be a tuple for model(*args), a mapping for model(**args) or a tensor, got {type(args).__name__}"
+    )
+
+
+def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
+    """The scalar that backward starts from.
+
+    Raises:
+        UsageError: there is none, it is no scalar, or it does not require grad.
+    """
+    if loss is not None:
+        found = loss(output)
+        source = "loss(output)"
+    elif isinstance(output, torch.Tensor):
+        found, source = output, "the model's output"
+    elif isinstance(output, Mapping) and "loss" in output:
+        found, source = output["loss"], "output['loss']"
+    elif getattr(output, "loss", None) is not None:
+        found, source = output.loss, "output.loss"
+    else:
+        raise UsageError(
+            f"no loss: the model returned {type(output).__name__}, which is no scalar and has no .loss; "
+            "pass loss=, a function from the output to a scalar (or labels in the batch)"
+        )
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(
+            f"{source} is {type(found).__name__}, not a tensor; pass loss=, a function from output to scalar"
+        )
+    if found.numel() != 1:
+        raise UsageError(
+            f"{source} has shape {list(found.shape)}, not a scalar; pass loss=, a function from output to scalar"
+        )
+    if not found.requires_grad:
+        raise UsageError(
+            f"{source} does not require grad: every parameter is frozen, or the loss was computed under no_grad or detached"
+        )
+    return found
+
+
+def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
+    """The one device of the model.
+
+    Raises:
+        UsageError: no parameters to train, parameters on several devices, or a batch on another device.
+    """
+    devices: dict[torch.device, str] = {}
+    trainable = 0
+    for name, p in model.named_parameters():
+        devices.setdefault(p.device, name)
+        trainable += p.requires_grad
+    if not devices:
+        for name, b in model.named_buffers():
+            devices.setdefault(b.device, name)
+    if len(devices) > 1:
+        listed = ", ".join(f"{device} ({name})" for device, name in devices.items())
+        raise UsageError(f"the model lies on {len(devices)} devices: {listed}. Plan one device's part at a time")
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type == "meta":
+        raise UsageError("the model lies on the meta device; move it to a real one (model.to_empty) before planning")
+    if batch is not None:
+        for where, t in _tensors(batch):
+            if t.device != device and t.dim() > 0:
+                raise UsageError(
+                    f"{where} is on {t.device}, the model on {device}; move the batch with .to('{device}')"
+                )
+    return device
+
+
+def _tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def walk(where: str, x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            found.append((where, x))
+        elif isinstance(x, Mapping):
+            for k, v in x.items():
+                walk(f"{where}[{k!r}]", v)
+        elif isinstance(x, (tuple, list)):
+            for i, v in enumerate(x):
+                walk(f"{where}[{i}]", v)
+
+    for i, a in enumerate(batch.args):
+        walk(f"args[{i}]", a)
+    for k, v in batch.kwargs.items():
+        walk(f"kwargs[{k!r}]", v)
+    return found
+
+
+def whole_step(
+    model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None
+) -> Callable[[], Any]:
+    """One training step as a callable that returns the loss."""
+
+    def run() -> torch.Tensor:
+        output = model(*batch.args, **batch.kwargs)
+        value = loss_of(output, loss)
+        del output
+        value.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return value.detach()
+
+    return run

@@ -1,0 +1,78 @@
+"""A plan on disk: one JSON document with a version and a published schema. Nothing in it is executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepwise._errors import PlanMismatch, UsageError
+from keepwise.ir import Schedule, Step
+from keepwise.session.fingerprint import Fingerprint
+
+PLAN_VERSION = 1
+
+
+class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a plan is."""
+
+    kind: str = "keepwise.plan"
+    version: int = PLAN_VERSION
+    fingerprint: Fingerprint
+    step: Step
+    schedule: Schedule
+    status: str
+    """Name of a `Status`."""
+    budget_bytes: int | None
+    plain_peak_bytes: int
+    peak_bytes: int
+    floor_bytes: int
+    added_seconds: float
+    bound_seconds: float
+    restarts: bool
+    """Whether the recorded step begins with the model's forward (else with the user's own step)."""
+    notes: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+
+
+def write_document(document: PlanDocument, path: Path, *, force: bool) -> None:
+    """Write a plan.
+
+    Raises:
+        UsageError: the file exists and `force` is off.
+    """
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists; add --force to overwrite it")
+    path.write_bytes(msgspec.json.encode(document))
+
+
+def read_document(path: Path) -> PlanDocument:
+    """Read a plan.
+
+    Raises:
+        PlanMismatch: malformed, no plan, or another version.
+        FileNotFoundError: there is no such file.
+    """
+    data = path.read_bytes()
+    try:
+        head: Any = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise PlanMismatch(
+            f"{path} is no plan: its {len(data)} bytes are not JSON ({error}). The file may be truncated; write it again with plan.save"
+        ) from None
+    if not isinstance(head, dict) or head.get("kind") != "keepwise.plan":
+        raise PlanMismatch(f"{path} is JSON but no plan; plans are written by plan.save or `keepwise fit --save`")
+    if head.get("version") != PLAN_VERSION:
+        raise PlanMismatch(
+            f"{path} is a plan of version {head.get('version')}, this release reads version {PLAN_VERSION}. Run keepwise.fit again"
+        )
+    try:
+        return msgspec.json.decode(data, type=PlanDocument)
+    except msgspec.ValidationError as error:
+        raise PlanMismatch(f"{path} is a damaged plan: {error}. Write it again with plan.save") from None
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of plan files."""
+    return msgspec.json.schema(PlanDocument)

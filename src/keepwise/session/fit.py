@@ -1,0 +1,285 @@
+"""`keepwise.fit`: trace, plan, prove, apply."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from keepwise._errors import KeepwiseError, UsageError
+from keepwise.ir import Schedule, Step
+from keepwise.runtime.apply import attach, detach, runner_of
+from keepwise.session.admit import prove_plan
+from keepwise.session.batch import Batch, Loss, as_batch, check_devices, whole_step
+from keepwise.session.budget import check_budget, parse_budget
+from keepwise.session.cache import PlanCache
+from keepwise.session.device import auto_budget, device_bytes
+from keepwise.session.document import PlanDocument
+from keepwise.session.fingerprint import fingerprint
+from keepwise.session.pins import apply_pins, check_pins
+from keepwise.session.plan import Plan
+from keepwise.session.planning import Planned, plan_schedule
+from keepwise.session.status import Status
+from keepwise.session.step_facts import notes_of, only_inside_forward
+from keepwise.simulate import simulate
+from keepwise.trace import trace_steps
+
+MAX_PROOFS = 3
+"""How often storages whose replay differed are moved to the kept ones before the plan is given up."""
+
+
+def fit(
+    model: nn.Module,
+    args: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | float | str = "auto",
+    loss: Loss | None = None,
+    step: Callable[[], Any] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    batches: Any = None,
+    grads: str = "held",
+    in_flight: int = 1,
+    host_budget: int | float | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    planner: Any = "auto",
+    pin: Mapping[str, str] | None = None,
+    on_infeasible: str = "raise",
+    cache: str | os.PathLike[str] | None = None,
+    tokens: int | None = None,
+    verify: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Make the training step of a model fit a memory budget at the least cost in time, and apply that plan to the model.
+
+    It trains nothing: parameters, gradients, buffers, generators, the optimizer and the arguments are as before when it returns.
+
+    Args:
+        model: the model; it runs under the plan afterwards.
+        args: a tuple for `model(*args)`, a mapping for `model(**args)`, or a tensor for one argument.
+        kwargs: keyword arguments besides.
+        budget: peak of the whole step in bytes allocated on the model's device: an int, `"20GiB"`, `"80%"`, `"0.6x"`, `"auto"`,
+            `"min"` or `"max"`.
+        loss: model output -> scalar tensor; by default the output itself if it is a scalar, else its `.loss` or `["loss"]`.
+        step: instead of `args`: a callable without arguments that runs one whole step of any form. Use `with plan:` around later steps.
+        optimizer: an instance or a class: its state and its `step()` count in the peak.
+        batches: several representative batches, largest first; the plan holds the budget for the largest.
+        grads: `"held"`: gradient buffers exist during the whole step; `"fresh"`: they appear in backward.
+        in_flight: micro-batches whose forward runs before the first backward.
+        host_budget: host memory for offloaded tensors; None: no offload.
+        disk: folder for the trace's spilled tensors; by default the system's temporary folder.
+        planner: a name or an object with `plan(step, budget_bytes) -> Schedule`.
+        pin: module pattern -> `"keep"`, `"recompute"` or `"offload"`.
+        on_infeasible: `"raise"`, or `"floor"` to apply the plan with the smallest peak instead.
+        cache: folder with plans: a matching one is reused, a new one is written.
+        tokens: tokens of the batch, for reports.
+        verify: run the planned step once, compare every replay with its original and the step with the plain one.
+        progress: told what happens, a short sentence at a time.
+
+    Returns:
+        The plan, applied to the model.
+
+    Raises:
+        UsageError: a bad argument; nothing was changed.
+        InfeasibleBudget: no plan fits.
+        Exception: whatever the model raises in a plain step.
+    """
+    say = progress or (lambda _: None)
+    check_budget(budget)
+    _check_options(grads=grads, in_flight=in_flight, on_infeasible=on_infeasible, step=step, args=args, batches=batches)
+    check_pins(pin)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
+    if step is not None and (args is not None or kwargs):
+        raise UsageError("pass either args or step=, not both")
+    all_batches = [as_batch(b, None) for b in batches] if batches is not None else [as_batch(args, kwargs)]
+    batch = all_batches[0]
+    if os.environ.get("KEEPWISE") == "0":
+        return _inert(model, "KEEPWISE=0 is set: the model runs as it is")
+    device = check_devices(model, batch if step is None else None)
+    if not any(p.requires_grad for p in model.parameters()) and step is None and loss is None:
+        raise UsageError(
+            "every parameter is frozen: there is nothing to train, so backward saves nothing; unfreeze some"
+        )
+    made_optimizer = _make_optimizer(optimizer, model)
+
+    previous = runner_of(model)
+    detach(model)
+    try:
+        run = step if step is not None else whole_step(model, batch, loss, made_optimizer)
+        store = PlanCache(cache) if cache is not None else None
+        key = (budget, planner, pin, grads, in_flight, on_infeasible, str(batch_shapes(batch)))
+        if store is not None:
+            found = store.find(model, key)
+            if found is not None:
+                say("reusing a cached plan")
+                return found.apply(model)
+        say("recording two steps")
+        try:
+            traced = trace_steps(
+                run,
+                model=model,
+                inputs=(batch.args, batch.kwargs),
+                optimizer=made_optimizer,
+                grads=grads,
+                device=device,
+            )
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                return _inert(
+                    model,
+                    "the step uses torch.func transforms, under which torch allows no hooks on saved tensors: nothing is dropped",
+                )
+            raise
+        recorded = traced.recording.step
+        notes = list(notes_of(traced))
+        if step is None:
+            recorded = only_inside_forward(recorded, traced.recording.calls)
+        recorded = apply_pins(recorded, pin)
+        plain = simulate(recorded)
+        auto, auto_text = auto_budget(device, plain.static_bytes)
+        if isinstance(budget, str) and budget.strip().lower() == "auto":
+            notes.append(auto_text)
+        limit = parse_budget(
+            budget,
+            plain_peak_bytes=plain.peak_bytes,
+            floor_bytes=None,
+            device_bytes=device_bytes(device),
+            auto_bytes=auto,
+        )
+        want_floor = isinstance(budget, str) and budget.strip().lower() == "min"
+        for attempt in range(MAX_PROOFS + 1):
+            planned = plan_schedule(
+                recorded, limit, planner, on_infeasible=on_infeasible, want_floor=want_floor, progress=progress
+            )
+            document = _document(
+                model,
+                recorded,
+                planned,
+                None if limit is None or want_floor else limit,
+                step is None,
+                notes,
+                all_batches,
+            )
+            plan = Plan(document)
+            if not verify:
+                break
+            say("proving the plan on a real step")
+            outcome = prove_plan(plan, model, run, batch, traced, made_optimizer, uses_context=step is not None)
+            notes.extend(n for n in outcome.notes if n not in notes)
+            if outcome.difference:
+                return _inert(
+                    model,
+                    f"under the plan {outcome.difference} differ from the plain step although every replay is right: nothing is "
+                    "dropped. Please report this model",
+                )
+            if not outcome.bad_storages:
+                plan = Plan(msgspec.structs.replace(document, notes=tuple(notes)))
+                break
+            if attempt == MAX_PROOFS:
+                raise KeepwiseError(
+                    "replays still differ from their originals after "
+                    f"{MAX_PROOFS} rounds of keeping the tensors concerned; nothing was applied. Please report this model"
+                )
+            recorded = _keep_also(recorded, outcome.bad_storages)
+            notes.append(
+                f"{len(outcome.bad_storages)} tensors are kept because their replay differed from the original on the real step"
+            )
+    except BaseException:
+        if previous is not None and runner_of(model) is None:
+            attach(model, previous)
+        raise
+    plan.apply(model)
+    if store is not None:
+        store.add(plan, key)
+    return plan
+
+
+def _check_options(**given: Any) -> None:
+    if given["grads"] not in ("held", "fresh"):
+        raise UsageError(f"grads must be 'held' or 'fresh', got {given['grads']!r}")
+    if given["on_infeasible"] not in ("raise", "floor"):
+        raise UsageError(f"on_infeasible must be 'raise' or 'floor', got {given['on_infeasible']!r}")
+    if not isinstance(given["in_flight"], int) or given["in_flight"] < 1:
+        raise UsageError(f"in_flight must be a positive number of micro-batches, got {given['in_flight']!r}")
+    if given["batches"] is not None and (given["args"] is not None or given["step"] is not None):
+        raise UsageError("pass batches= alone, without args or step=")
+    if given["batches"] is not None and not given["batches"]:
+        raise UsageError("batches= is empty; pass representative batches, the largest first")
+
+
+def batch_shapes(batch: Batch) -> list[str]:
+    """Shapes of the tensors of a batch, for people."""
+    shown = [f"{list(a.shape)}" for a in batch.args if isinstance(a, torch.Tensor)]
+    shown += [f"{k} {list(v.shape)}" for k, v in batch.kwargs.items() if isinstance(v, torch.Tensor)]
+    return shown
+
+
+def _make_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if callable(optimizer):
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
+        if isinstance(made, torch.optim.Optimizer):
+            return made
+    raise UsageError(f"optimizer must be a torch optimizer or its class, got {optimizer!r}")
+
+
+def _keep_also(step: Step, storages: frozenset[int]) -> Step:
+    new = [
+        msgspec.structs.replace(s, keep_reason="its replay differed from the original on the real step")
+        if s.id in storages
+        else s
+        for s in step.storages
+    ]
+    return msgspec.structs.replace(step, storages=tuple(new))
+
+
+def _document(
+    model: nn.Module,
+    step: Step,
+    planned: Planned,
+    budget_bytes: int | None,
+    restarts: bool,
+    notes: list[str],
+    batches: list[Batch],
+) -> PlanDocument:
+    return PlanDocument(
+        fingerprint=fingerprint(model),
+        step=step,
+        schedule=planned.schedule,
+        status=planned.status.name,
+        budget_bytes=budget_bytes if budget_bytes is not None else None,
+        plain_peak_bytes=planned.plain.peak_bytes,
+        peak_bytes=planned.timeline.peak_bytes,
+        floor_bytes=planned.floor_bytes,
+        added_seconds=planned.timeline.added_seconds,
+        bound_seconds=planned.bound_seconds,
+        restarts=restarts,
+        notes=tuple(notes) + planned.notes,
+        shapes=tuple(", ".join(batch_shapes(b)) for b in batches),
+    )
+
+
+def _inert(model: nn.Module, why: str) -> Plan:
+    """A plan that changes nothing."""
+    return Plan(
+        PlanDocument(
+            fingerprint=fingerprint(model),
+            step=Step(),
+            schedule=Schedule(planner="none"),
+            status=Status.INERT.name,
+            budget_bytes=None,
+            plain_peak_bytes=0,
+            peak_bytes=0,
+            floor_bytes=0,
+            added_seconds=0.0,
+            bound_seconds=0.0,
+            restarts=True,
+            notes=(why,),
+        )
+    )

@@ -1,0 +1,114 @@
+"""`keepwise.frontier`: how much time each budget costs, and where the knee is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwise._errors import UsageError
+from keepwise.plan.optimal import frontier as solve_frontier
+from keepwise.session.batch import Loss, as_batch, check_devices, whole_step
+from keepwise.session.step_facts import only_inside_forward
+from keepwise.simulate import simulate
+from keepwise.trace import trace_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The best plan for one budget."""
+
+    budget_bytes: int
+    peak_bytes: int
+    added_seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """Points from the smallest budget to the plain peak."""
+
+    points: tuple[Point, ...]
+    plain_peak_bytes: int
+    step_seconds: float
+
+    @property
+    def knee(self) -> Point:
+        """The point farthest below the straight line from the smallest budget to the plain step, both axes scaled to 0..1.
+
+        Budgets below it pay much for little; above it there is little left to gain.
+        """
+        first, last = self.points[0], self.points[-1]
+        width = max(last.peak_bytes - first.peak_bytes, 1)
+        height = max(first.added_seconds - last.added_seconds, 1e-12)
+
+        def below(p: Point) -> float:
+            x = (p.peak_bytes - first.peak_bytes) / width
+            y = (p.added_seconds - last.added_seconds) / height
+            return (1 - x) - y
+
+        return max(self.points, key=below)
+
+
+def frontier(
+    model: nn.Module,
+    args: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    points: int = 20,
+    loss: Loss | None = None,
+    step: Callable[[], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    grads: str = "held",
+    progress: Callable[[str], None] | None = None,
+) -> Frontier:
+    """Plan for `points` budgets between the smallest reachable peak and the plain one; the model is left as it is.
+
+    Args:
+        model: as in `fit`.
+        args: as in `fit`.
+        kwargs: as in `fit`.
+        points: number of budgets, at least 2.
+        loss: as in `fit`.
+        step: as in `fit`.
+        optimizer: as in `fit`.
+        grads: as in `fit`.
+        progress: told what happens.
+
+    Raises:
+        UsageError: a bad argument.
+    """
+    if points < 2:
+        raise UsageError(f"points must be at least 2, got {points}")
+    if grads not in ("held", "fresh"):
+        raise UsageError(f"grads must be 'held' or 'fresh', got {grads!r}")
+    batch = as_batch(args, kwargs)
+    device = check_devices(model, batch if step is None else None)
+    run = step if step is not None else whole_step(model, batch, loss, optimizer)
+    if progress:
+        progress("recording two steps")
+    traced = trace_steps(
+        run, model=model, inputs=(batch.args, batch.kwargs), optimizer=optimizer, grads=grads, device=device
+    )
+    recorded = traced.recording.step
+    if step is None:
+        recorded = only_inside_forward(recorded, traced.recording.calls)
+    if progress:
+        progress(f"solving for {points} budgets")
+    found = solve_frontier(recorded, points)
+    return Frontier(
+        points=tuple(
+            Point(
+                budget_bytes=r.budget_bytes,
+                peak_bytes=r.peak_bytes,
+                added_seconds=r.added_seconds,
+                bound_seconds=min(r.bound_seconds, r.added_seconds),
+            )
+            for r in sorted(found, key=lambda r: r.budget_bytes)
+        ),
+        plain_peak_bytes=simulate(recorded).peak_bytes,
+        step_seconds=recorded.seconds,
+    )

@@ -1,0 +1,317 @@
+"""`Plan`: a decision for one model's step, and the handle to apply, inspect, save and audit it."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from keepwise._errors import UsageError
+from keepwise.ir import Phase, Schedule, Step
+from keepwise.runtime.apply import Runner, attach, detach, models_of
+from keepwise.runtime.program import compile_program
+from keepwise.runtime.stats import StepStats
+from keepwise.session.budget import show_bytes, show_number, unit_of
+from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute, decisions_of
+from keepwise.session.document import PlanDocument, read_document, write_document
+from keepwise.session.fingerprint import check_fingerprint
+from keepwise.session.status import Status
+from keepwise.simulate import Timeline, simulate
+
+
+class Plan:
+    """What `keepwise.fit` returns. See the attributes for the numbers, `explain` for the reasons."""
+
+    def __init__(self, document: PlanDocument) -> None:
+        self.document = document
+        self._timeline: Timeline | None = None
+        self._decisions: tuple[Decision, ...] | None = None
+        self._contexts = threading.local()
+        self.runner = Runner(
+            compile_program(document.step, document.schedule),
+            restarts=document.restarts,
+            budget_bytes=document.budget_bytes,
+        )
+
+    # What was planned.
+
+    @property
+    def status(self) -> Status:
+        """How planning ended; the value is a sentence."""
+        return Status[self.document.status]
+
+    @property
+    def step(self) -> Step:
+        """The recorded step."""
+        return self.document.step
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is done differently from it."""
+        return self.document.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step under the schedule."""
+        if self._timeline is None:
+            self._timeline = simulate(self.step, self.schedule)
+        return self._timeline
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None for no limit."""
+        return self.document.budget_bytes
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """Predicted peak of the step without Keepwise, in bytes."""
+        return self.document.plain_peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the step under the plan, in bytes."""
+        return self.document.peak_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """Smallest peak that any plan found reaches, in bytes."""
+        return self.document.floor_bytes
+
+    @property
+    def static_bytes(self) -> int:
+        """Parameters, gradients, optimizer state, buffers and inputs, in bytes."""
+        return self.timeline.static_bytes
+
+    @property
+    def added_seconds(self) -> float:
+        """Predicted seconds that replays add to a step."""
+        return self.document.added_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the plain step."""
+        return self.step.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """Dual bound on `added_seconds` within the family of windows that was searched."""
+        return self.document.bound_seconds
+
+    @property
+    def gap(self) -> float:
+        """(added - bound) / max(bound, 1 % of the step)."""
+        return (self.added_seconds - self.bound_seconds) / max(self.bound_seconds, 0.01 * self.step_seconds, 1e-12)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What happens to each activation that autograd saves."""
+        if self._decisions is None:
+            self._decisions = decisions_of(self.step, self.schedule)
+        return self._decisions
+
+    def _total(self, kind: type[Decision]) -> int:
+        return sum(d.nbytes for d in self.decisions if isinstance(d, kind))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of activations that are kept as in the plain step."""
+        return self._total(Keep)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of activations that are dropped and replayed."""
+        return self._total(Recompute)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of activations that are held in a smaller form."""
+        return self._total(Pack)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of activations that are held on the host."""
+        return self._total(Offload)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the step, one sentence each."""
+        return self.document.notes
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Shapes of the batches that the plan was made for."""
+        return self.document.shapes
+
+    # In words.
+
+    def summary(self) -> str:
+        """The first line of `str(plan)`."""
+        unit = unit_of(max(self.plain_peak_bytes, self.peak_bytes))
+        scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}[unit]
+        plain, peak = show_number(self.plain_peak_bytes / scale), show_number(self.peak_bytes / scale)
+        budget = "max" if self.budget_bytes is None else show_number(self.budget_bytes / scale)
+        seconds = max(self.step_seconds, 1e-12)
+        activations = [
+            s for s in self.step.saves if not self.step.storages[self.step.values[s.value].storage].category.is_static
+        ]
+        gone = {d.storage for d in self.decisions if isinstance(d, Recompute)}
+        dropped = sum(self.step.values[s.value].storage in gone for s in activations)
+        return (
+            f"keepwise: {plain} -> {peak} {unit} (budget {budget}), +{100 * self.added_seconds / seconds:.1f} % time "
+            f"(bound +{100 * self.bound_seconds / seconds:.1f} %), {dropped} of {len(activations)} tensors dropped"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary(), f"  {self.status.value}"]
+        for title, kind in (("kept", Keep), ("replayed", Recompute), ("packed", Pack), ("offloaded", Offload)):
+            total = self._total(kind)
+            if total:
+                lines.append(
+                    f"  {title}: {show_bytes(total)} in {sum(isinstance(d, kind) for d in self.decisions)} tensors"
+                )
+        reasons: dict[str, list[Decision]] = {}
+        for d in self.decisions:
+            if isinstance(d, Keep) and (
+                self.step.storages[d.storage].keep_reason
+                or self.step.storages[d.storage].held_until >= self.step.storages[d.storage].saved_until
+            ):
+                reasons.setdefault(d.why, []).append(d)
+        for why, ds in sorted(reasons.items(), key=lambda r: -sum(d.nbytes for d in r[1]))[:6]:
+            paths = sorted({d.path for d in ds if d.path})
+            where = f" ({', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''})" if paths else ""
+            lines.append(f"  must be kept: {show_bytes(sum(d.nbytes for d in ds))}: {why}{where}")
+        lines.extend(f"  note: {n}" for n in self.notes)
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def explain(self, path: str = "") -> str:
+        """Why each activation of a module (and of those inside it) is kept, recomputed, packed or offloaded.
+
+        Args:
+            path: module path, or a pattern such as `h.*.mlp`; empty for the whole model.
+
+        Raises:
+            UsageError: the step has no tensor there.
+        """
+        found = [d for d in self.decisions if _under(d.path, path)]
+        if not found:
+            known = sorted({d.path for d in self.decisions})
+            raise UsageError(
+                f"no saved activation at {path!r}; modules that have some: {', '.join(known[:12]) or 'none'}"
+            )
+        lines = []
+        for d in found:
+            lines.append(f"{d.kind:9s} {show_bytes(d.nbytes):>9s}  {d.path or '(model)'}  {d.op}  {d.source}")
+            reader = f"; read by {d.saved_by}" if d.saved_by else ""
+            lines.append(f"{'':21s}{d.why}{reader}")
+        return "\n".join(lines)
+
+    # At work.
+
+    def apply(self, model: nn.Module) -> Plan:
+        """Let a model of the same architecture run under this plan; returns the plan.
+
+        Raises:
+            PlanMismatch: another architecture, torch version or pattern of `requires_grad`; the message names the first difference.
+            KeepwiseError: a plan is applied to the model already.
+        """
+        check_fingerprint(self.document.fingerprint, model)
+        if self.status is not Status.INERT and os.environ.get("KEEPWISE") != "0":
+            attach(model, self.runner)
+        return self
+
+    def remove(self) -> None:
+        """Take the plan off every model; they run as before."""
+        for model in models_of(self.runner):
+            detach(model)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Models run as before inside this context."""
+        self.runner.num_paused += 1
+        try:
+            yield
+        finally:
+            self.runner.num_paused -= 1
+
+    def __enter__(self) -> Plan:
+        stack = getattr(self._contexts, "stack", None)
+        if stack is None:
+            stack = self._contexts.stack = []
+        exits = contextlib.ExitStack()
+        if self.runner.is_active():
+            models = models_of(self.runner)
+            exits.enter_context(self.runner.guard(models[0] if models else None))
+        stack.append(exits)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._contexts.stack.pop().__exit__(*exc)
+
+    def audit(self, every: int = 1) -> None:
+        """Compare the digest of each dropped tensor with its replay in every `every`-th step from now on; 0 switches it off.
+
+        A difference raises `MismatchError` in backward, naming the tensor.
+        """
+        if every < 0:
+            raise UsageError(f"every must be 0 (off) or a positive number of steps, got {every}")
+        self.runner.audit_every = every
+        self.runner.num_steps = 0
+
+    @property
+    def stats(self) -> StepStats:
+        """Counters of the last step."""
+        return self.runner.stats
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger, under `keepwise/`."""
+        stats = self.stats
+        return {
+            "keepwise/plain_peak_bytes": float(self.plain_peak_bytes),
+            "keepwise/peak_bytes": float(self.peak_bytes),
+            "keepwise/budget_bytes": float(self.budget_bytes or 0),
+            "keepwise/added_seconds": self.added_seconds,
+            "keepwise/saved_tensors": float(stats.num_saved),
+            "keepwise/dropped_tensors": float(stats.num_dropped),
+            "keepwise/dropped_bytes": float(stats.dropped_bytes),
+            "keepwise/replays": float(stats.num_replays),
+            "keepwise/replayed_ops": float(stats.num_ops_replayed),
+            "keepwise/replay_seconds": stats.replay_seconds,
+            "keepwise/deviations": float(stats.num_deviations),
+            "keepwise/over_budget": float(stats.over_budget),
+        }
+
+    # On disk.
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the plan as JSON."""
+        write_document(self.document, Path(path), force=force)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanMismatch: the file is truncated, no plan, or of another version.
+            FileNotFoundError: there is no such file.
+        """
+        return Plan(read_document(Path(path)))
+
+    @property
+    def num_forward_ops(self) -> int:
+        """Ops of the recorded forward."""
+        return sum(op.phase == Phase.FORWARD for op in self.step.ops)
+
+
+def _under(path: str, wanted: str) -> bool:
+    if not wanted or path == wanted or path.startswith(wanted + "."):
+        return True
+    return any(ch in wanted for ch in "*?[") and (fnmatch.fnmatch(path, wanted) or fnmatch.fnmatch(path, wanted + ".*"))

@@ -1,0 +1,150 @@
+"""From a recorded step and a budget to a schedule that the simulator accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keepwise._errors import InfeasibleBudget, UsageError
+from keepwise.ir import Schedule, Step
+from keepwise.plan import get_planner
+from keepwise.plan.optimal import plan_floor, plan_optimal
+from keepwise.session.advice import binding_moment, infeasible_message
+from keepwise.session.status import Status
+from keepwise.simulate import ScheduleError, Timeline, simulate
+
+Progress = Callable[[str], None] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A schedule and what is known about it."""
+
+    schedule: Schedule
+    timeline: Timeline
+    plain: Timeline
+    status: Status
+    bound_seconds: float
+    floor_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def plan_schedule(
+    step: Step, budget_bytes: int | None, planner: Any, *, on_infeasible: str, want_floor: bool, progress: Progress
+) -> Planned:
+    """Plan a step.
+
+    Args:
+        step: the recorded step.
+        budget_bytes: whole-step peak to stay under; None for no limit; ignored if `want_floor`.
+        planner: a name of API.md or an object with `plan(step, budget_bytes) -> Schedule`.
+        on_infeasible: `"raise"` or `"floor"`.
+        want_floor: the user asked for the smallest peak (`budget="min"`).
+        progress: told what happens.
+
+    Raises:
+        InfeasibleBudget: no plan fits and `on_infeasible` is `"raise"`.
+        UsageError: no such planner, or the user's planner returned an illegal schedule.
+    """
+    plain = simulate(step)
+    if planner != "auto":
+        return _named(step, budget_bytes, planner, plain)
+    if want_floor:
+        if progress:
+            progress("searching the smallest peak")
+        floor = plan_floor(step)
+        timeline = simulate(step, floor.schedule)
+        if timeline.peak_bytes >= plain.peak_bytes:
+            return _unchanged(step, plain)
+        result = plan_optimal(step, timeline.peak_bytes)
+        if result.schedule is not None:
+            better = simulate(step, result.schedule)
+            if better.peak_bytes <= timeline.peak_bytes and better.added_seconds <= timeline.added_seconds:
+                return Planned(
+                    schedule=result.schedule,
+                    timeline=better,
+                    plain=plain,
+                    status=Status.OPTIMAL if result.status.name == "OPTIMAL" else Status.FEASIBLE,
+                    bound_seconds=min(result.bound_seconds, better.added_seconds),
+                    floor_bytes=timeline.peak_bytes,
+                )
+        return Planned(
+            schedule=floor.schedule,
+            timeline=timeline,
+            plain=plain,
+            status=Status.FEASIBLE,
+            bound_seconds=min(floor.bound_seconds, timeline.added_seconds),
+            floor_bytes=timeline.peak_bytes,
+        )
+    if budget_bytes is None or plain.peak_bytes <= budget_bytes:
+        return _unchanged(step, plain)
+    if progress:
+        progress("solving for the fastest step that fits")
+    result = plan_optimal(step, budget_bytes)
+    if result.schedule is None or result.status.name == "INFEASIBLE":
+        floor = plan_floor(step)
+        timeline = simulate(step, floor.schedule)
+        if timeline.peak_bytes > budget_bytes and on_infeasible == "raise":
+            raise InfeasibleBudget(
+                infeasible_message(budget_bytes, timeline),
+                floor_bytes=timeline.peak_bytes,
+                binding=binding_moment(timeline),
+            )
+        return Planned(
+            schedule=floor.schedule,
+            timeline=timeline,
+            plain=plain,
+            status=Status.INFEASIBLE if timeline.peak_bytes > budget_bytes else Status.FEASIBLE,
+            bound_seconds=min(floor.bound_seconds, timeline.added_seconds),
+            floor_bytes=timeline.peak_bytes,
+        )
+    timeline = simulate(step, result.schedule)
+    return Planned(
+        schedule=result.schedule,
+        timeline=timeline,
+        plain=plain,
+        status=Status.OPTIMAL if result.status.name == "OPTIMAL" else Status.FEASIBLE,
+        bound_seconds=min(result.bound_seconds, timeline.added_seconds),
+        floor_bytes=min(result.floor_bytes, timeline.peak_bytes),
+    )
+
+
+def _unchanged(step: Step, plain: Timeline) -> Planned:
+    schedule = get_planner("none").plan(step, None)
+    return Planned(
+        schedule=schedule,
+        timeline=simulate(step, schedule),
+        plain=plain,
+        status=Status.FITS_UNCHANGED,
+        bound_seconds=0.0,
+        floor_bytes=plain.peak_bytes,
+    )
+
+
+def _named(step: Step, budget_bytes: int | None, planner: Any, plain: Timeline) -> Planned:
+    try:
+        chosen = get_planner(planner) if isinstance(planner, str) else planner
+    except (KeyError, ValueError) as error:
+        raise UsageError(str(error).strip("'\"")) from None
+    if not hasattr(chosen, "plan"):
+        raise UsageError(
+            f"planner must be a name or an object with plan(step, budget_bytes), got {type(planner).__name__}"
+        )
+    schedule = chosen.plan(step, budget_bytes)
+    try:
+        timeline = simulate(step, schedule)
+    except ScheduleError as error:
+        raise UsageError(f"the planner {planner!r} returned an illegal schedule: {error}") from error
+    fits = budget_bytes is None or timeline.peak_bytes <= budget_bytes
+    status = Status.FEASIBLE if fits else Status.INFEASIBLE
+    if not schedule.windows and fits:
+        status = Status.FITS_UNCHANGED
+    return Planned(
+        schedule=schedule,
+        timeline=timeline,
+        plain=plain,
+        status=status,
+        bound_seconds=0.0,
+        floor_bytes=min(timeline.peak_bytes, plain.peak_bytes),
+    )

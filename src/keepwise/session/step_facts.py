@@ -1,0 +1,56 @@
+"""What a trace found, put into the step and into words."""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepwise.ir import Step
+from keepwise.trace import Traced
+
+OUTSIDE = (
+    "saved outside of model.forward, where the plan does not reach (use `with plan:` around the step to include it)"
+)
+
+
+def only_inside_forward(step: Step, calls: tuple[range, ...]) -> Step:
+    """Mark what is saved outside of the model's forward as kept: there the runtime watches nothing."""
+    outside = {
+        step.values[save.value].storage
+        for save in step.saves
+        if not any(call.start < save.at <= call.stop or call.start <= save.at < call.stop for call in calls)
+    }
+    if not outside:
+        return step
+    storages = tuple(
+        msgspec.structs.replace(s, keep_reason=OUTSIDE)
+        if s.id in outside and not s.keep_reason and not s.category.is_static
+        else s
+        for s in step.storages
+    )
+    return msgspec.structs.replace(step, storages=storages)
+
+
+def notes_of(traced: Traced) -> list[str]:
+    """What a user should know about the step, one sentence each."""
+    recording = traced.recording
+    notes = list(recording.step.notes)
+
+    def listed(paths: tuple[str, ...]) -> str:
+        shown = sorted({p or "the model" for p in paths})
+        return ", ".join(shown[:6]) + (", ..." if len(shown) > 6 else "")
+
+    if recording.functorch_paths:
+        notes.append(
+            f"torch.func transforms run in {listed(recording.functorch_paths)}: no hooks on saved tensors are possible there, so nothing is dropped"
+        )
+    if recording.compiled:
+        notes.append(f"compiled, so one opaque op whose saved tensors are kept: {listed(recording.compiled)}")
+    if recording.checkpoints:
+        notes.append(
+            f"torch.utils.checkpoint is active in {listed(recording.checkpoints)}: left alone; what it saves is not planned"
+        )
+    if recording.foreign_hooks:
+        notes.append(
+            f"the user's own saved-tensor hooks are active in {listed(recording.foreign_hooks)}: kept tensors pass through them, dropped ones do not"
+        )
+    return notes

@@ -30,15 +30,24 @@ from keepwise.trace.workspace import run_with_workspace
 
 Tensor = torch.Tensor
 
-SMALL_BYTES = 1 << 16
-"""Ops on fewer bytes of inputs and outputs are not searched for workspace."""
 WARM_SECONDS = 0.02
 """Time spent on timing one signature; one run at least."""
 WARM_RUNS = 7
 
-_COMMUNICATES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"))
+_COMMUNICATES = frozenset(
+    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+)
 _UNDEFINED = frozenset(
-    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized", "resize_")
+    (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "empty_quantized",
+        "resize_",
+    )
 )
 
 
@@ -124,8 +133,6 @@ def _measured(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         seconds = time.perf_counter() - began
         return result
 
-    if sum(map(_nbytes, tensors)) < SMALL_BYTES // 2:
-        return run(), seconds, 0
     result, workspace = run_with_workspace(run)
     return result, seconds, workspace
 
@@ -137,7 +144,11 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     if reason:
         result, seconds, effects = _observe(func, args, kwargs)
         random = _declared_random(func, args, kwargs, tensors)
-        return result, seconds, replace(effects, replayable=False, why_not=reason, random=random[0], rng_bytes=random[1])
+        return (
+            result,
+            seconds,
+            replace(effects, replayable=False, why_not=reason, random=random[0], rng_bytes=random[1]),
+        )
     generator, own = generator_of(func, args, kwargs, _device(func, args, kwargs, tensors))
     state = RandomState(generator, own=own) if generator is not None else None
     with clean():
@@ -154,10 +165,18 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
             rng_bytes = state.state.numel()
     declared = _schema_writes(func, args, kwargs)
     effects = Effects(
-        writes=declared, random=random, rng_bytes=rng_bytes, flops=flops_of(func, args, kwargs, result), workspace_bytes=workspace
+        writes=declared,
+        random=random,
+        rng_bytes=rng_bytes,
+        flops=flops_of(func, args, kwargs, result),
+        workspace_bytes=workspace,
     )
     aliases = {t.untyped_storage()._cdata for t in tensors}
-    if not declared and outputs and all(o is not None and can_spill(o) and o.untyped_storage()._cdata in aliases for o in outputs):
+    if (
+        not declared
+        and outputs
+        and all(o is not None and can_spill(o) and o.untyped_storage()._cdata in aliases for o in outputs)
+    ):
         return result, seconds, _admit_view(func, args, kwargs, tensors, twins, outputs, effects)
     with clean():
         written = {
@@ -167,7 +186,9 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         }
     # What another view of the same storage shows as written is written once.
     by_storage = {tensors[i].untyped_storage()._cdata for i in written}
-    effects = replace(effects, writes=tuple(i for i, t in enumerate(tensors) if t.untyped_storage()._cdata in by_storage))
+    effects = replace(
+        effects, writes=tuple(i for i, t in enumerate(tensors) if t.untyped_storage()._cdata in by_storage)
+    )
     return result, seconds, _replay(func, args, kwargs, tensors, twins, outputs, effects, state if random else None)
 
 
@@ -330,10 +351,6 @@ def _twins(tensors: list[Tensor]) -> list[Tensor]:
 
 def _version(t: Tensor) -> int:
     return -1 if t.is_inference() else t._version
-
-
-def _nbytes(t: Tensor) -> int:
-    return t.nbytes if t.layout is torch.strided and not t.is_nested else SMALL_BYTES
 
 
 def _same_geometry(a: Tensor, b: Tensor) -> bool:

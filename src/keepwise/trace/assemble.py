@@ -178,10 +178,14 @@ def _notes(recorder: Recorder) -> tuple[str, ...]:
     if recorder.functorch_paths:
         notes.append(f"torch.func transforms run in {where(recorder.functorch_paths)}: what they save is kept.")
     if recorder.foreign_hooks:
-        notes.append(f"Other hooks on saved tensors are active in {where(recorder.foreign_hooks)}: they keep what they pack.")
+        notes.append(
+            f"Other hooks on saved tensors are active in {where(recorder.foreign_hooks)}: they keep what they pack."
+        )
     if recorder.checkpoints:
         notes.append(f"torch.utils.checkpoint is active in {where(recorder.checkpoints)}: left as it is.")
     opaque = sum(s.nbytes for s in recorder.table.storages if s.is_leaf and s.category is Category.ACTIVATION)
     if opaque:
-        notes.append(f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions): kept.")
+        notes.append(
+            f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions): kept."
+        )
     return tuple(notes)

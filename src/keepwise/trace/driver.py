@@ -80,7 +80,9 @@ def trace_steps(
     made: dict[str, Tensor | None] = {}
     try:
         gradients.clear()
-        first = record(run, model=model, optimizer=optimizer, inputs=inputs, admit=admission, spill=spill, device=device)
+        first = record(
+            run, model=model, optimizer=optimizer, inputs=inputs, admit=admission, spill=spill, device=device
+        )
         own.extend(first.generators)
         if model is not None:
             made = {

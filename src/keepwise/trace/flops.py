@@ -15,5 +15,11 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return 0
     try:
         return int(formula(*args, **kwargs, out_val=result))
-    except (TypeError, ValueError, AssertionError, IndexError, torch.cuda.CudaError):  # an overload that the formula does not know
+    except (
+        TypeError,
+        ValueError,
+        AssertionError,
+        IndexError,
+        torch.cuda.CudaError,
+    ):  # an overload that the formula does not know
         return 0

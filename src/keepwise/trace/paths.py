@@ -57,7 +57,9 @@ class PathTracker:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self._names = {id(m): name for name, m in model.named_modules(remove_duplicate=True)} if model is not None else {}
+        self._names = (
+            {id(m): name for name, m in model.named_modules(remove_duplicate=True)} if model is not None else {}
+        )
         self._stack: list[str] = []
         self._handles: list[Any] = []
         self.on_root: Callable[[bool], None] | None = None

@@ -204,9 +204,7 @@ class Recorder(TorchDispatchMode):
     ) -> tuple[OpDraft, list[Tensor], list[Incarnation | None]]:
         index = len(self.ops)
         tensors = tensors_in(args, kwargs)
-        op = OpDraft(
-            target=str(func), phase=self._phase(), inputs=[], signature=signature_of(func, args, kwargs)
-        )
+        op = OpDraft(target=str(func), phase=self._phase(), inputs=[], signature=signature_of(func, args, kwargs))
         self._place(op, index)
         incarnations = [self._input(t, op) for t in tensors]
         op.inputs = self._replay_inputs(func, args, kwargs, op.inputs)
@@ -256,7 +254,9 @@ class Recorder(TorchDispatchMode):
         top = _top_hooks(False)
         if top is None or getattr(top[0], "__self__", None) is self:
             return
-        where = self.checkpoints if getattr(top[0], "__module__", "") == "torch.utils.checkpoint" else self.foreign_hooks
+        where = (
+            self.checkpoints if getattr(top[0], "__module__", "") == "torch.utils.checkpoint" else self.foreign_hooks
+        )
         where[self.paths.path] = None
 
     def _input(self, t: Tensor, op: OpDraft) -> Incarnation | None:
@@ -322,9 +322,7 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tensors_out(result) if t is not None]
         op.outputs = [table.returned(t, index, category=category) for t in outputs]
         read = {i.draft.id for i in incarnations if i is not None}
-        op.is_view = (
-            bool(outputs) and not written and all(table.values[v].storage in read for v in op.outputs)
-        )
+        op.is_view = bool(outputs) and not written and all(table.values[v].storage in read for v in op.outputs)
 
     def _resized(self, tensors: list[Tensor], incarnations: list[Incarnation | None], op: OpDraft) -> None:
         for t, incarnation in zip(tensors, incarnations, strict=True):
@@ -456,7 +454,9 @@ class Recorder(TorchDispatchMode):
         copy = self._copies.get(key)
         if copy is None:
             with torch._C._DisableTorchDispatch():
-                copy = Copy(t.untyped_storage(), draft=incarnation.draft, version=incarnation.version, to_disk=self.spill)
+                copy = Copy(
+                    t.untyped_storage(), draft=incarnation.draft, version=incarnation.version, to_disk=self.spill
+                )
             self._copies[key] = copy
         return copy
 
@@ -688,7 +688,9 @@ def _desugars(cls: type) -> bool:
     if cls in _PLAIN_TYPES:
         return False
     own = getattr(cls, "__torch_dispatch__", None)
-    return own is not None and own is not torch._C._disabled_torch_dispatch_impl and own is not Tensor.__torch_dispatch__
+    return (
+        own is not None and own is not torch._C._disabled_torch_dispatch_impl and own is not Tensor.__torch_dispatch__
+    )
 
 
 def _detached(t: Tensor) -> Tensor:

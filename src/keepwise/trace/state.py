@@ -28,7 +28,9 @@ class Generators:
 
     def __init__(self) -> None:
         self.torch = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        self.cuda = (
+            torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        )
         self.python = random.getstate()
         numpy = _numpy()
         self.numpy: Any = numpy.random.get_state() if numpy is not None else None
@@ -91,9 +93,7 @@ class Attributes:
         self._saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         for module in model.modules() if model is not None else ():
             values = dict(module.__dict__)
-            contents = {
-                name: value.copy() for name, value in values.items() if isinstance(value, self._CONTAINERS)
-            }
+            contents = {name: value.copy() for name, value in values.items() if isinstance(value, self._CONTAINERS)}
             self._saved.append((module, values, contents))
 
     def restore(self) -> None:

@@ -96,7 +96,9 @@ class ValueTable:
 
     # ------------------------------------------------------------------ storages
 
-    def add_storage(self, t: Tensor, *, category: Category, birth: int, name: str = "", holder: str = "") -> Incarnation:
+    def add_storage(
+        self, t: Tensor, *, category: Category, birth: int, name: str = "", holder: str = ""
+    ) -> Incarnation:
         """Write down the storage of `t`; the caller knows that it is new."""
         storage = storage_of(t)
         draft = StorageDraft(
@@ -201,7 +203,9 @@ class ValueTable:
             self._next_value(t, entry, incarnation, op)
         return entry.value
 
-    def bind(self, t: Tensor, incarnation: Incarnation, *, producer: int, like: TensorObject | None = None) -> TensorObject:
+    def bind(
+        self, t: Tensor, incarnation: Incarnation, *, producer: int, like: TensorObject | None = None
+    ) -> TensorObject:
         """Make `t` known. With `like` it is another name for that object at its present value."""
         if like is None:
             value = len(self.values)

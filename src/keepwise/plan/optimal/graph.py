@@ -65,7 +65,7 @@ class Graph:
         self._needs: dict[int, tuple[Need, ...]] = {}
         self._makers: dict[int, tuple[int, ...] | None] = {}
         self._horizon = max((m for m in self.last_read), default=0)
-        self.forward = tuple(op.index for op in step.ops if op.phase is Phase.FORWARD)
+        self.forward = _forward_ops(step)
         self.writes: list[list[int]] = [[] for _ in step.storages]
         for op in step.ops:
             for storage in op.writes:
@@ -212,3 +212,11 @@ class Graph:
         """Bytes that forward sets aside for a replay of `ops`: generator states and copies of leaves that are written later."""
         states = sum(self.step.ops[o].rng_bytes for o in ops if self.step.ops[o].random)
         return states + sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
+
+
+def _forward_ops(step: Step) -> tuple[int, ...]:
+    """Forward ops up to the end of the run of forward ops in which autograd saves last (not a `detach` after backward)."""
+    end = max((save.at for save in step.saves), default=0)
+    while end < len(step.ops) and step.ops[end].phase is Phase.FORWARD:
+        end += 1
+    return tuple(op.index for op in step.ops[:end] if op.phase is Phase.FORWARD)

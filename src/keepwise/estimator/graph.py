@@ -1,0 +1,275 @@
+"""A piece of a model as operators: what each makes, what autograd saves of it, and the live bytes of its two passes.
+
+Notes that the code refers to:
+1. A value is one storage. Views (heads of a fused projection, halves of a gate) are the same value, as autograd keeps the whole
+   storage alive when it saves a view.
+2. Autograd frees what a node saved right after the node ran; a value that several nodes saved lives until the last of them in
+   backward order, which is the first in forward order.
+3. Sums pass one gradient on to both addends without a copy; everything else makes new gradients for its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+Split = Literal["whole", "sequence", "tensor", "kv"]
+"""How tensor parallelism divides a value: not at all, with sequence parallelism only, by heads or inner width, by key heads."""
+
+Kind = Literal["activation", "mask", "statistic", "index", "weight cast", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """One storage on one rank."""
+
+    index: int
+    """position in the graph's list."""
+    name: str
+    """what it is, as a path."""
+    numel: int
+    """elements on one rank before tensor parallelism divides them."""
+    itemsize: float
+    """bytes an element."""
+    split: Split
+    """how tensor parallelism divides it."""
+    num_bytes: int
+    """bytes on one rank."""
+    maker: int
+    """index of the operator that makes it; -1 for what enters the graph."""
+    kind: Kind
+    """what it holds."""
+    shared: bool
+    """whether all blocks of a stack share it (position angles, the encoder's output)."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward makes a gradient of it."""
+        return self.kind == "activation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One collective operation."""
+
+    group: Literal["tensor", "expert", "context"]
+    """which ranks take part."""
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring"]
+    """what they do."""
+    num_bytes: int
+    """bytes of the full tensor on one rank."""
+    phase: Literal["forward", "backward"]
+    """when."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One operator."""
+
+    index: int
+    """position in the graph's list."""
+    name: str
+    """what it does, as a path."""
+    module: str
+    """dotted path of the part it belongs to ("attention.core", "mlp.activation", ...)."""
+    kind: Literal["matmul", "attention", "pointwise"]
+    """what it costs to run again."""
+    inputs: tuple[int, ...]
+    """values read."""
+    outputs: tuple[int, ...]
+    """values made."""
+    saves: tuple[int, ...]
+    """values that autograd saves for its backward."""
+    flops: float
+    """floating-point operations of its forward on one rank."""
+    backward_flops: float
+    """floating-point operations of its backward on one rank."""
+    passes_gradient: bool
+    """its inputs' gradients are its output's gradient (note 3)."""
+    forward_extra: int
+    """bytes: workspace of its forward."""
+    backward_extra: int
+    """bytes: workspace of its backward, weight gradients on their way included."""
+    collectives: tuple[Collective, ...]
+    """collectives it runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """Parameters of one kind and shape."""
+
+    name: str
+    """what they are, as a path."""
+    rows: int
+    """output width of a matrix, length of a vector."""
+    columns: int
+    """input width of a matrix, 1 for a vector."""
+    count: int
+    """how many of them (experts)."""
+    split: Literal["whole", "tensor", "kv", "expert"]
+    """which parallelism divides them."""
+    trained: bool
+    """whether they get gradients."""
+    role: Literal["matrix", "vector", "table"]
+    """hidden matrices, vectors, or token and output tables."""
+    quantised: bool
+    """whether a quantised base stores them in few bits."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in all, undivided."""
+        return self.rows * self.columns * self.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """Live bytes of one piece's passes."""
+
+    forward_peak: int
+    """bytes: most that is alive during its forward, held values included."""
+    backward_peak: int
+    """bytes: most that is alive during its backward, values still held included."""
+    backward_saved: int
+    """bytes: of `backward_peak`, what autograd still held at that moment."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """Operators in the order in which forward runs them."""
+
+    name: str
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    entry: int = -1
+    """value that enters (the hidden states)."""
+    exit: int = -1
+    """value that leaves."""
+    user_held: int = 0
+    """bytes that user code keeps until the step's end (the model's output)."""
+
+    def saved(self) -> frozenset[int]:
+        """Values that autograd holds after forward."""
+        return frozenset(v for op in self.ops for v in op.saves)
+
+    def bytes_of(self, values: Collection[int], *, shared: bool = False) -> int:
+        """Bytes of these values on one rank; shared ones only if asked for."""
+        return sum(self.values[v].num_bytes for v in values if shared or not self.values[v].shared)
+
+    def shared_bytes(self) -> int:
+        """Bytes of the values that all blocks of a stack share."""
+        return self.bytes_of([v for v in self.saved() if self.values[v].shared], shared=True)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one forward."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def backward_flops(self) -> float:
+        """Floating-point operations of one backward."""
+        return sum(op.backward_flops for op in self.ops)
+
+    def rebuild(self, kept: frozenset[int]) -> tuple[list[int], frozenset[int]]:
+        """Operators that must run again when only `kept` is held, and what must be held besides (the entering values they read).
+
+        The closure starts at what autograd saves and stops at kept values, entering values and parameters.
+        """
+        wanted = [v for v in self.saved() if v not in kept]
+        seen = set(wanted)
+        ops: set[int] = set()
+        needed: set[int] = set()
+        while wanted:
+            value = self.values[wanted.pop()]
+            if value.maker < 0:
+                needed.add(value.index)
+                continue
+            if value.maker in ops:
+                continue
+            ops.add(value.maker)
+            for source in self.ops[value.maker].inputs:
+                if source not in kept and source not in seen:
+                    seen.add(source)
+                    wanted.append(source)
+        return sorted(ops), frozenset(needed)
+
+    def walk(self) -> Walk:
+        """Live bytes of both passes, above what was alive before; nothing of this piece is dropped while it runs."""
+        saved = self.saved()
+        forward = self._forward_peak(saved)
+        backward, still = self._backward_peak(saved)
+        return Walk(forward_peak=forward, backward_peak=backward, backward_saved=still)
+
+    def _forward_peak(self, saved: frozenset[int]) -> int:
+        last_read: dict[int, int] = {}
+        for op in self.ops:
+            for v in op.inputs:
+                last_read[v] = op.index
+        live = {v for v in (self.entry,) if v >= 0}
+        live_bytes = self.bytes_of(live)
+        peak = live_bytes
+        for op in self.ops:
+            for v in op.outputs:
+                if v not in live and not self.values[v].shared:
+                    live.add(v)
+                    live_bytes += self.values[v].num_bytes
+            peak = max(peak, live_bytes + op.forward_extra)
+            for v in (*op.inputs, *op.outputs):
+                done = last_read.get(v, op.index) <= op.index
+                if done and v in live and v not in saved and v != self.exit:
+                    live.discard(v)
+                    live_bytes -= self.values[v].num_bytes
+        return peak
+
+    def _backward_peak(self, saved: frozenset[int]) -> tuple[int, int]:
+        first_saver: dict[int, int] = {}
+        for op in self.ops:
+            for v in op.saves:
+                first_saver.setdefault(v, op.index)  # note 2
+        held = self.bytes_of(saved)
+        sizes: dict[int, int] = {}  # gradient storage -> bytes
+        owners: dict[int, int] = {}  # gradient storage -> values that use it
+        gradient: dict[int, int] = {}  # value -> gradient storage
+        counter = 0
+
+        def release(storage: int) -> None:
+            owners[storage] -= 1
+            if owners[storage] == 0:
+                del owners[storage], sizes[storage]
+
+        if self.exit >= 0:
+            sizes[0], owners[0], gradient[self.exit] = self.values[self.exit].num_bytes, 1, 0
+        peak, peak_held = held + sum(sizes.values()), held
+        for op in reversed(self.ops):
+            arriving = [gradient[v] for v in op.outputs if v in gradient]
+            if arriving:
+                fresh: list[tuple[int, int]] = []
+                for v in dict.fromkeys(op.inputs):
+                    if not self.values[v].has_gradient:
+                        continue
+                    if op.passes_gradient:
+                        storage = arriving[0]
+                        owners[storage] += 1
+                    else:
+                        counter += 1
+                        storage = counter
+                        sizes[storage], owners[storage] = self.values[v].num_bytes, 1
+                    fresh.append((v, storage))
+                now = held + sum(sizes.values()) + op.backward_extra
+                if now > peak:
+                    peak, peak_held = now, held
+                for v, storage in fresh:
+                    if v in gradient:
+                        release(gradient[v])
+                        if owners[storage] > 1:  # a sum with a borrowed gradient is a new storage
+                            release(storage)
+                            counter += 1
+                            storage = counter
+                            sizes[storage], owners[storage] = self.values[v].num_bytes, 1
+                    gradient[v] = storage
+                for v in op.outputs:
+                    if v in gradient and v not in op.inputs:
+                        release(gradient.pop(v))
+            held -= self.bytes_of([v for v in dict.fromkeys(op.saves) if first_saver[v] == op.index])
+        return peak, peak_held

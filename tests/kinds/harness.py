@@ -59,9 +59,11 @@ Fit = Callable[..., PlanLike]
 
 
 def options(how: str) -> dict[str, Any]:
-    """Arguments of `fit` for each way of checking."""
+    """Arguments of `fit` for each way of checking; `planner NAME` is one of the named planners."""
     if how == "everything":
         return {"planner": "recompute_everything", "budget": "max"}
+    if how.startswith("planner "):
+        return {"planner": how.removeprefix("planner "), "budget": "max"}
     return {"budget": how, "on_infeasible": "floor"}
 
 

@@ -1,0 +1,29 @@
+"""Every program, plain against planned, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import keepwise
+
+from .harness import HOWS, check, programs
+from .program import Program
+
+pytestmark = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.fit is not there yet")
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for how in HOWS:
+        for program in programs():
+            slow = program.slow or how == "0.6x"
+            marks = [pytest.mark.slow] if slow else []
+            cases.append(pytest.param(program, how, id=f"{program.id}-{how}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("program", "how"), _cases())
+def test_planned_equals_plain(program: Program, how: str) -> None:
+    assert check(program, how) == []

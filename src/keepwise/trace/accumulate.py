@@ -30,8 +30,8 @@ class _Probe(TorchDispatchMode):
 
 def counts_of(t: Tensor) -> tuple[int, int]:
     """References to a tensor and to its storage; valid in a mode's handler only."""
-    storage = t.untyped_storage()
-    return t._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    anything: Any = t
+    return anything._use_count(), torch._C._storage_Use_Count(t.untyped_storage()._cdata)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """What an op really does: which inputs it writes, whether it draws random numbers, and whether a replay gives the same bits.
 
 Notes:
-1. Effects are measured on the real call: inputs are copied first, compared afterwards bit for bit, and the op is run again on the copies in
-   the same surroundings as a replay will have. Schemas and version counters count too, but alone they are not believed: batch
-   normalisation writes its statistics and shows it in neither.
+1. Effects are measured on the real call: inputs are copied first, compared afterwards bit for bit, and the op is run again on
+   the copies in the same surroundings as a replay will have. Schemas and version counters count too, but alone they are not
+   believed: batch normalisation writes its statistics and shows it in neither.
 2. Everything is remembered by signature, so that each distinct op pays once.
 3. Results without defined content (`empty`) are not compared.
 4. Ops that talk to other processes are never run twice.

@@ -10,17 +10,18 @@ import torch
 from keepwise.ir import NO_OP, Category, Op, Phase, Read, Save, Step, Storage
 
 if TYPE_CHECKING:
-    from keepwise.trace.recorder import OpDraft, Recorder, SaveDraft, Visit
+    from keepwise.trace.drafts import OpDraft, SaveDraft, Visit
+    from keepwise.trace.recorder import Recorder
 
 
-def assemble(recorder: Recorder, *, device: torch.device, seconds: float) -> Step:
+def assemble(recorder: Recorder, *, device: str, seconds: float) -> Step:
     """The `Step` that a recorder saw, checked against nothing: `ir.validate` does that."""
     saves = _saves(recorder)
     _judge_storages(recorder)
     _extend_lives(recorder, saves)
     return Step(
         torch_version=str(torch.__version__),
-        device=str(device),
+        device=device,
         ops=_ops(recorder),
         values=tuple(recorder.table.values),
         storages=_storages(recorder),
@@ -33,7 +34,7 @@ def assemble(recorder: Recorder, *, device: torch.device, seconds: float) -> Ste
 def _saves(recorder: Recorder) -> tuple[Save, ...]:
     last = len(recorder.ops) - 1
     done: list[Save] = []
-    for i, draft in enumerate(recorder.saves):
+    for i, draft in enumerate(recorder.saved.saves):
         reads: list[Read] = []
         after = draft.at - 1
         for visit in draft.visits:
@@ -113,7 +114,7 @@ def _ops(recorder: Recorder) -> tuple[Op, ...]:
     done: list[Op] = []
     for index, op in enumerate(recorder.ops):
         effects = op.effects
-        path, source = _origin(recorder.saves, op)
+        path, source = _origin(recorder.saved.saves, op)
         seconds = effects.seconds if effects is not None and effects.seconds is not None else None
         done.append(
             Op(

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from keepwise.trace.admission import Admission
-from keepwise.trace.recorder import Recording, optimizer_tensors, record
+from keepwise.trace.record import Recording, record
 from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
+from keepwise.trace.static import optimizer_tensors
 
 Tensor = torch.Tensor
 
@@ -47,7 +48,7 @@ def trace_steps(
     grads: Literal["held", "fresh"] = "held",
     admission: Admission | None = None,
     spill: bool = True,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> Traced:
     """Record the steady step that `run` makes.
 

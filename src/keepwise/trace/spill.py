@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from typing import Any
 
 import torch
 
@@ -37,12 +38,11 @@ def can_spill(t: Tensor) -> bool:
 class Copy:
     """A storage's bytes, apart from the storage."""
 
-    __slots__ = ("__weakref__", "_back", "_bytes", "device", "draft", "nbytes", "version")
+    __slots__ = ("__weakref__", "_back", "_bytes", "device", "nbytes", "version")
 
-    def __init__(self, storage: torch.UntypedStorage, *, draft: object, version: int, to_disk: bool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, *, version: int = 0, to_disk: bool) -> None:
         self.nbytes = storage.nbytes()
         self.device = storage.device
-        self.draft = draft
         self.version = version
         self._back: weakref.ref[torch.UntypedStorage] | None = None
         self._bytes = _room(self.nbytes, to_disk=to_disk and self.device.type == "cpu")
@@ -80,7 +80,8 @@ def _room(nbytes: int, *, to_disk: bool) -> torch.UntypedStorage:
             return torch.UntypedStorage(nbytes, device="cpu")
         try:
             os.posix_fallocate(handle, 0, nbytes)
-            return torch.UntypedStorage.from_file(name, True, nbytes)
+            mapped: Any = torch.UntypedStorage.from_file(name, True, nbytes)
+            return mapped
         except OSError:
             return torch.UntypedStorage(nbytes, device="cpu")
         finally:

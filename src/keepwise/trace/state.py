@@ -22,6 +22,8 @@ from keepwise.trace.spill import Copy, can_spill
 
 Tensor = torch.Tensor
 
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+
 
 class Generators:
     """States of all global generators: torch on every device in use, Python, NumPy."""
@@ -65,7 +67,7 @@ class Bytes:
             if not t.is_inference():
                 self._versions.append((t, t._version))
             if storage._cdata not in self._saved:
-                self._saved[storage._cdata] = (t, Copy(storage, draft=None, version=0, to_disk=to_disk))
+                self._saved[storage._cdata] = (t, Copy(storage, to_disk=to_disk))
 
     def restore(self) -> int:
         """Write back what differs; the number of storages that did."""
@@ -80,7 +82,7 @@ class Bytes:
                     copy.into(storage)
             for t, version in self._versions:
                 if t._version != version:
-                    torch._C._autograd._unsafe_set_version_counter((t,), (version,))
+                    _autograd._unsafe_set_version_counter((t,), (version,))
         return changed
 
 

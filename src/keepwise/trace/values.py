@@ -10,7 +10,10 @@ Notes:
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +42,6 @@ class StorageDraft:
     keep_reason: str = ""
     is_leaf: bool = False
     """Whether it is neither of the model nor an argument, and no recorded op made it."""
-    last_read: int = NO_OP
 
     def keep(self, reason: str) -> None:
         """Give the first reason why it must not be dropped."""
@@ -90,6 +92,8 @@ class ValueTable:
         self.values: list[Value] = []
         self.late_copies: list[tuple[StorageDraft, int]] = []
         """Deaths of copies, as (storage, moment): note 2."""
+        self.overhead = 0.0
+        """Seconds spent on measuring and writing down."""
         self._incarnations: dict[int, Incarnation] = {}
         self._objects: dict[int, TensorObject] = {}
         self._closed = False
@@ -117,8 +121,8 @@ class ValueTable:
             draft.keep("a tensor without a strided storage")
         return incarnation
 
-    def adopt(self, t: Tensor, incarnation: Incarnation) -> Incarnation:
-        """Let the storage of `t` stand for a storage that is known already, as its only incarnation."""
+    def replace(self, incarnation: Incarnation, t: Tensor) -> Incarnation:
+        """Let the storage of `t` stand for a known storage from now on, instead of `incarnation`."""
         fresh = Incarnation(incarnation.draft, version=incarnation.version, is_copy=False)
         incarnation.is_superseded = True  # The engine's operand dies now: plainly it is the same memory.
         self._watch(fresh, storage_of(t) or t)
@@ -165,6 +169,21 @@ class ValueTable:
         """The storages that no op made and that were not known before."""
         found = (i.ref for i in self._incarnations.values() if i.draft.is_leaf and not i.is_copy)
         return tuple(ref for ref in found if ref is not None)
+
+    def known_incarnation(self, t: Tensor) -> Incarnation:
+        """The incarnation of a tensor that was read before."""
+        found = self._incarnations.get(_key(t))
+        assert found is not None
+        return found
+
+    @contextlib.contextmanager
+    def clock_stops(self) -> Iterator[None]:
+        """What happens inside is our doing and costs the step nothing."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.overhead += time.perf_counter() - began
 
     # ------------------------------------------------------------------ values
 
@@ -241,7 +260,7 @@ class ValueTable:
                 view=view,
                 shape=tuple(t.shape) if not t.is_nested else (),
                 stride=t.stride() if strided else (),
-                offset=t.storage_offset() if strided else 0,
+                offset=int(t.storage_offset()) if strided else 0,
                 dtype=str(t.dtype).removeprefix("torch."),
                 producer=producer,
             )

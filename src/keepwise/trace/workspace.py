@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-_autograd = torch._C._autograd
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 def run_with_workspace(run: Callable[[], Any]) -> tuple[Any, int]:

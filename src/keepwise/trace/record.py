@@ -1,0 +1,127 @@
+"""`record`: run one step for real and write it down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from keepwise.ir import Step
+from keepwise.trace.admission import Admission
+from keepwise.trace.assemble import assemble
+from keepwise.trace.paths import PathTracker, compiled_regions
+from keepwise.trace.recorder import Recorder
+from keepwise.trace.static import Leaf, classify, main_device, register
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """One recorded step."""
+
+    step: Step
+    result: Any
+    """What `run` returned."""
+    calls: tuple[range, ...] = ()
+    """Moments of each call of the model's forward: first op to one past the last."""
+    generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
+    """The user's own generators that were drawn from, with their states before the first draw."""
+    functorch_paths: tuple[str, ...] = ()
+    """Modules in which `torch.func` transforms ran: no hooks on saved tensors are possible there."""
+    compiled: tuple[str, ...] = ()
+    """Modules that are `torch.compile`d."""
+    foreign_hooks: tuple[str, ...] = ()
+    """Modules in which the user's own hooks on saved tensors were active."""
+    checkpoints: tuple[str, ...] = ()
+    """Modules in which `torch.utils.checkpoint` was active."""
+    leaves: tuple[Leaf, ...] = ()
+    """Storages that no recorded op made, where still alive: those that live on existed before the next step."""
+    overhead_seconds: float = 0.0
+    """Time spent on measuring and writing down."""
+    wall_seconds: float = 0.0
+    """Duration of the step, with that overhead."""
+
+
+def record(
+    run: Callable[[], Any],
+    *,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    inputs: Any = (),
+    admit: Admission | None = None,
+    spill: bool = True,
+    leaves: Iterable[Leaf] = (),
+    device: torch.device | str | None = None,
+) -> Recording:
+    """Run a step and write it down.
+
+    Args:
+        run: performs one whole step: forward, loss, backward and, if wanted, `optimizer.step()`.
+        model: names parameters and buffers, and the module path of each op.
+        optimizer: its state counts as static; ops inside of its `step` belong to the optimizer phase.
+        inputs: pytree with the tensors that the caller holds during the step.
+        admit: measures each distinct op when it is first seen, and knows those seen before; without it only schemas count.
+        spill: put saved tensors into files (else into memory) meanwhile.
+        leaves: `Recording.leaves` of an earlier step: storages that existed before this one.
+        device: what `Step.device` shall be; by default that of the first parameter or input.
+
+    Raises:
+        Exception: whatever `run` raises; no hook, mode or handler stays behind.
+    """
+    paths = PathTracker(model)
+    recorder = Recorder(paths=paths, admit=admit, spill=spill)
+    held = register(recorder.table, model=model, optimizer=optimizer, inputs=inputs, leaves=leaves)
+    calls: list[list[int]] = []
+
+    def on_root(begins: bool) -> None:
+        if begins:
+            calls.append([len(recorder.ops), -1])
+        elif calls:
+            calls[-1][1] = len(recorder.ops)
+
+    paths.on_root = on_root
+    began = time.perf_counter()
+    result = _run_under(recorder, run)
+    wall = time.perf_counter() - began
+    recorder.table.close()
+    classify(recorder.table, model=model, optimizer=optimizer)
+    del held
+    overhead = recorder.table.overhead
+    where = device if device is not None else main_device(model, inputs)
+    return Recording(
+        step=assemble(recorder, device=str(where), seconds=max(wall - overhead, 0.0)),
+        result=result,
+        calls=tuple(range(a, b if b >= 0 else len(recorder.ops)) for a, b in calls),
+        generators=tuple(recorder.generators.values()),
+        functorch_paths=tuple(recorder.functorch_paths),
+        compiled=compiled_regions(model) if model is not None else (),
+        foreign_hooks=tuple(recorder.foreign_hooks),
+        checkpoints=tuple(recorder.checkpoints),
+        leaves=recorder.table.leaves_alive(),
+        overhead_seconds=overhead,
+        wall_seconds=wall,
+    )
+
+
+def _run_under(recorder: Recorder, run: Callable[[], Any]) -> Any:
+    def enter(*_: Any) -> None:
+        recorder.optimizer_depth += 1
+
+    def leave(*_: Any) -> None:
+        recorder.optimizer_depth = max(recorder.optimizer_depth - 1, 0)
+
+    handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
+    recorder.paths.install()
+    try:
+        with recorder.saved.installed(), recorder:
+            return run()
+    finally:
+        recorder.paths.remove()
+        for handle in handles:
+            handle.remove()

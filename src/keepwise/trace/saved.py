@@ -1,0 +1,250 @@
+"""The hooks on saved tensors while a step is recorded.
+
+Notes:
+1. A saved tensor is copied away, so that its storage dies when the last holder *other than autograd* lets go. The handle that
+   autograd holds instead dies exactly when autograd lets go.
+2. A tensor can be saved before it is written (RReLU's noise, running statistics): an op that writes what was saved just before it
+   renews the copy.
+3. A restored tensor that requires grad is detached by autograd right away. That op exists only because of our hooks: it is not
+   written down.
+4. `torch.func` transforms switch hooks off, and refuse to where some are active: ours step aside for their duration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from keepwise.ir import NO_OP
+from keepwise.trace.drafts import OpDraft, Saved, SaveDraft, Visits, WeakTensor, current_node
+from keepwise.trace.paths import PathTracker, source_line
+from keepwise.trace.spill import Copy, Geometry, can_spill
+from keepwise.trace.values import Incarnation, TensorObject, ValueTable, storage_of
+
+Tensor = torch.Tensor
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+_DETACH = torch.ops.aten.detach.default
+
+
+class SavedTensors:
+    """Packs and unpacks, and knows which saved tensor is which value."""
+
+    def __init__(self, *, table: ValueTable, ops: list[OpDraft], paths: PathTracker, spill: bool) -> None:
+        self.saves: list[SaveDraft] = []
+        self.visits = Visits()
+        self.functorch_paths: dict[str, None] = {}
+        self._table = table
+        self._ops = ops
+        self._paths = paths
+        self._spill = spill
+        self._fresh: list[tuple[Saved, WeakTensor]] = []
+        self._restored: tuple[WeakTensor, TensorObject] | None = None
+        self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
+        self._handles: set[weakref.ref[Saved]] = set()
+
+    # ------------------------------------------------------------------ for the mode
+
+    def are_innermost(self) -> bool:
+        """Whether these hooks see what is saved now."""
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and getattr(top[0], "__self__", None) is self
+
+    def other(self) -> Any:
+        """The pack hook of somebody else that sees what is saved now; None if there is none."""
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        if top is None or getattr(top[0], "__self__", None) is self:
+            return None
+        return top[0]
+
+    def builds_graph(self) -> bool:
+        """Whether what runs now, in backward or not, is recorded by autograd under these hooks."""
+        return torch.is_grad_enabled() and self.are_innermost()
+
+    def detach_of_restored(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Note 3: the result of such a detach; None for any other op."""
+        restored, self._restored = self._restored, None
+        if restored is None or func is not _DETACH or args[0] is not restored[0]():
+            return None
+        result: Tensor = func(*args, **kwargs)
+        incarnation = self._table.find(result)
+        if incarnation is not None:
+            self._table.bind(result, incarnation, producer=NO_OP, like=restored[1])
+        return result
+
+    def op_returned(self, written: dict[int, Incarnation]) -> None:
+        """An op is over: renew what it wrote after it was saved (note 2)."""
+        if written:
+            for saved, ref in self._fresh:
+                t = ref()
+                if t is None or saved.incarnation.draft.id not in written:
+                    continue
+                self.saves[saved.index].value = self._table.read(t)
+                if saved.copy is not None:
+                    saved.copy = self._copy(t, saved.incarnation)
+        self._fresh.clear()
+
+    # ------------------------------------------------------------------ hooks
+
+    def pack(self, t: Tensor) -> Saved:
+        """Hook: copy the tensor away and let autograd hold a handle."""
+        with self._table.clock_stops(), torch._C.DisableTorchFunction():
+            table = self._table
+            value = table.read(t)
+            incarnation = table.known_incarnation(t)
+            draft = incarnation.draft
+            saved = Saved(len(self.saves), incarnation)
+            self.saves.append(
+                SaveDraft(value=value, at=len(self._ops), storage=draft, path=self._paths.path, source=source_line())
+            )
+            if draft.category.is_static:
+                saved.kept = _detached(t)
+            elif not can_spill(t):
+                saved.kept = _detached(t)
+                draft.keep(f"saved as {_kind(t)}")
+                self._keep_parts(t)
+            else:
+                saved.geometry = Geometry(t)
+                saved.copy = self._copy(t, incarnation)
+            self._fresh.append((saved, weakref.ref(t)))
+            self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
+            return saved
+
+    def unpack(self, saved: Saved) -> Tensor:
+        """Hook: the saved tensor again."""
+        with self._table.clock_stops(), torch._C.DisableTorchFunction():
+            save = self.saves[saved.index]
+            node = current_node()
+            if node is None:
+                save.in_forward = True
+            else:
+                visit = self.visits.at(node, self._table.clock)
+                visit.saves.append(saved.index)
+                if visit not in save.visits:
+                    save.visits.append(visit)
+                if self._paths.depth or self.builds_graph():
+                    save.in_forward = True
+            t, entry = self._restore(saved, save)
+            self._restored = (weakref.ref(t), entry)
+            return t
+
+    def _restore(self, saved: Saved, save: SaveDraft) -> tuple[Tensor, TensorObject]:
+        table = self._table
+        value = table.values[save.value]
+        like = TensorObject(saved.incarnation, value.view, save.value, value.version, None)
+        t = saved.kept
+        if t is not None:
+            entry = table.known(t)
+            return t, entry if entry is not None else table.bind(
+                t, table.find(t) or saved.incarnation, producer=NO_OP, like=like
+            )
+        assert saved.copy is not None
+        assert saved.geometry is not None
+        with torch._C._DisableTorchDispatch():
+            storage, is_new = saved.copy.back()
+            t = saved.geometry.on(storage)
+        incarnation = table.find(t)
+        if is_new or incarnation is None:
+            incarnation = table.add_copy(t, saved.incarnation.draft, saved.copy.version)
+        return t, table.bind(t, incarnation, producer=NO_OP, like=like)
+
+    def _copy(self, t: Tensor, incarnation: Incarnation) -> Copy:
+        key = (incarnation.draft.id, incarnation.version)
+        copy = self._copies.get(key)
+        if copy is None:
+            with torch._C._DisableTorchDispatch():
+                copy = Copy(t.untyped_storage(), version=incarnation.version, to_disk=self._spill)
+            self._copies[key] = copy
+        return copy
+
+    def _on_release(self, index: int) -> Callable[[weakref.ref[Saved]], None]:
+        this = weakref.ref(self)
+
+        def released(ref: weakref.ref[Saved]) -> None:
+            me = this()
+            if me is None:
+                return
+            me._handles.discard(ref)
+            me.saves[index].released = me._table.clock
+            visit = me.visits.current
+            if visit is not None and index in visit.saves and torch._C._current_graph_task_id() != -1:
+                visit.released = True
+
+        return released
+
+    def _keep_parts(self, t: Tensor) -> None:
+        """The plain tensors in a saved subclass, and those that a sparse one consists of, live as long as it does."""
+        anything: Any = t
+        names = anything.__tensor_flatten__()[0] if hasattr(type(t), "__tensor_flatten__") else ()
+        for name in names:
+            part = getattr(t, name)
+            found = self._table.find(part) if isinstance(part, Tensor) and storage_of(part) is not None else None
+            if found is not None:
+                found.draft.keep(f"part of a saved {type(t).__name__}")
+
+    # ------------------------------------------------------------------ installing
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Be the hooks of this thread; note 4."""
+        disable, enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+        aside = False
+
+        def step_aside(*args: Any) -> None:
+            nonlocal aside
+            if self.are_innermost():
+                _autograd._pop_saved_tensors_default_hooks()
+                aside = True
+                self.functorch_paths[self._paths.path] = None
+            try:
+                disable(*args)
+            except BaseException:
+                come_back()
+                raise
+
+        def come_back() -> None:
+            nonlocal aside
+            if aside:
+                aside = False
+                _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+        def step_in() -> None:
+            enable()
+            come_back()
+
+        _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = step_aside, step_in
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = disable, enable
+
+
+def _detached(t: Tensor) -> Tensor:
+    """An alias without grad_fn: the tensor itself would hold the graph that holds it."""
+    if not t.requires_grad or t.is_leaf:
+        return t
+    if type(t) in _PLAIN_TYPES:
+        with torch._C._DisableTorchDispatch():
+            return t.detach()
+    with _disable_current_modes():
+        return t.detach()
+
+
+def _kind(t: Tensor) -> str:
+    if type(t) not in _PLAIN_TYPES:
+        return f"a {type(t).__name__}"
+    if t.is_nested:
+        return "a nested tensor"
+    if t.is_quantized:
+        return "a quantised tensor"
+    if t.layout is not torch.strided:
+        return f"a {str(t.layout).removeprefix('torch.')} tensor"
+    return "a conjugate or negative view"

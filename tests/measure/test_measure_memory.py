@@ -1,4 +1,6 @@
+import ctypes
 import functools
+import os
 import subprocess
 import sys
 import time
@@ -35,6 +37,30 @@ def test_memory_that_the_c_library_keeps_does_not_hide_the_rise():
     with ResidentRise() as rise:
         many()
     assert rise.bytes > 55 * MIB
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs the GNU C library")
+def test_holes_in_the_heap_do_not_count():
+    code = """
+import torch
+from keepwise.measure import ResidentRise
+
+def step():  # 100 blocks of 1 MiB; every second one goes, and 50 of 1.5 MiB fit in none of the holes.
+    blocks = [torch.ones(1 << 18) for _ in range(100)]
+    del blocks[::2]
+    blocks += [torch.ones(3 << 17) for _ in range(33)]
+
+del (large := [torch.ones(7 << 20)])[:]  # Freed: the threshold is above 1.5 MiB from now on.
+for mapped in (False, True):
+    with ResidentRise(mapped=mapped) as rise:
+        step()
+    print(rise.bytes >> 20)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    heap, mapped = map(int, done.stdout.split())
+    assert 98 <= mapped <= 104
+    assert heap >= 140
 
 
 class Wide(nn.Module):

@@ -30,7 +30,8 @@ class Measurement:
     reserved_bytes: int | None
     """CUDA: peak that the caching allocator took from the device, in bytes; None elsewhere."""
     resident_bytes: int | None
-    """CPU: highest resident set of the process during a step above the one before it, in bytes; None elsewhere."""
+    """CPU: highest resident set of the process during a step above the one before it (see `resident.py`, note 3), in bytes;
+    None elsewhere."""
     by_category: dict[str, int]
     """Bytes at the peak: parameter, gradient, optimizer state, buffer, input, activation, temporary. Their sum is the peak."""
     step_seconds: Seconds

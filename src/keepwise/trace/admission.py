@@ -151,8 +151,12 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         )
     generator, own = generator_of(func, args, kwargs, _device(func, args, kwargs, tensors))
     state = RandomState(generator, own=own) if generator is not None else None
-    with clean():
-        twins = _twins(tensors)
+    try:
+        with clean():
+            twins = _twins(tensors)
+    except torch.OutOfMemoryError:
+        result, seconds, effects = _observe(func, args, kwargs)
+        return result, seconds, replace(effects, replayable=False, why_not="no memory was left to try it")
     versions = [_version(t) for t in tensors]
     result, seconds, workspace = _measured(func, args, kwargs)
     outputs = tensors_out(result)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from keepwise.ir import NO_OP, Category, Op, Phase, Read, Save, Step, Storage
+from keepwise.ir import NO_OP, Op, Phase, Read, Save, Step, Storage
 
 if TYPE_CHECKING:
     from keepwise.trace.drafts import OpDraft, SaveDraft, Visit
@@ -69,9 +69,10 @@ def _read(recorder: Recorder, visit: Visit) -> Read:
 def _judge_storages(recorder: Recorder) -> None:
     """Why a storage must not be dropped, from the ops that made and wrote it."""
     table = recorder.table
+    constants = _constants(recorder)
     for draft in table.storages:
         if draft.is_leaf and not draft.category.is_static:
-            draft.keep("made by code that shows no ops")
+            draft.keep("a constant" if draft.id in constants else "made by code that shows no ops")
     for index, op in enumerate(recorder.ops):
         why_not = op.why_not or (op.effects.why_not if op.effects is not None and not op.effects.replayable else "")
         if not why_not:
@@ -82,6 +83,14 @@ def _judge_storages(recorder: Recorder) -> None:
                 draft.keep(f"{op.target}: {why_not}")
         for s in op.writes:
             table.storages[s].keep(f"{op.target}: {why_not}")
+
+
+def _constants(recorder: Recorder) -> set[int]:
+    """Storages of tensors made out of Python numbers: `torch.tensor(1.0)` shows as one op on a tensor that comes from nowhere."""
+    values = recorder.table.values
+    return {
+        values[op.inputs[0]].storage for op in recorder.ops if op.target.startswith("aten.lift_fresh") and op.inputs
+    }
 
 
 def _extend_lives(recorder: Recorder, saves: tuple[Save, ...]) -> None:
@@ -184,7 +193,12 @@ def _notes(recorder: Recorder) -> tuple[str, ...]:
         )
     if recorder.checkpoints:
         notes.append(f"torch.utils.checkpoint is active in {where(recorder.checkpoints)}: left as it is.")
-    opaque = sum(s.nbytes for s in recorder.table.storages if s.is_leaf and s.category is Category.ACTIVATION)
+    known = ("a constant", "made before the step")
+    opaque = sum(
+        s.nbytes
+        for s in recorder.table.storages
+        if s.is_leaf and not s.category.is_static and s.keep_reason not in known
+    )
     if opaque:
         notes.append(
             f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions): kept."

@@ -5,6 +5,7 @@ The first step admits ops and makes gradients and optimizer state exist; the sec
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from keepwise.trace.admission import Admission
 from keepwise.trace.record import Recording, record
 from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
-from keepwise.trace.static import optimizer_tensors
+from keepwise.trace.static import Leaf, optimizer_tensors
 
 Tensor = torch.Tensor
 
@@ -76,47 +77,43 @@ def trace_steps(
     generators = Generators()
     contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
     optimizer_state = OptimizerState(optimizer)
-    own: list[tuple[torch.Generator, Tensor]] = []
-    num_changed = 0
+    own: dict[int, tuple[torch.Generator, Tensor]] = {}
     made: dict[str, Tensor | None] = {}
-    try:
-        gradients.clear()
-        first = record(
-            run, model=model, optimizer=optimizer, inputs=inputs, admit=admission, spill=spill, device=device
-        )
-        own.extend(first.generators)
-        if model is not None:
-            made = {
-                name: p.grad.detach().clone() if p.grad is not None else None for name, p in model.named_parameters()
-            }
-        if grads == "fresh":
-            gradients.clear()
-        second = record(
+    changed: list[int] = []
+
+    def one(leaves: tuple[Leaf, ...]) -> Recording:
+        return record(
             run,
             model=model,
             optimizer=optimizer,
             inputs=inputs,
             admit=admission,
             spill=spill,
-            leaves=first.leaves,
+            leaves=leaves,
             device=device,
+            generators=own,
         )
-        seen = {id(g) for g, _ in own}
-        own.extend((g, state) for g, state in second.generators if id(g) not in seen)
-    finally:
-        gradients.restore()
-        optimizer_state.restore()
-        num_changed = contents.restore()
-        attributes.restore()
-        generators.restore()
-        for generator, state in own:
-            generator.set_state(state)
+
+    with contextlib.ExitStack() as afterwards:  # All of it happens, in the reverse order, whatever fails.
+        afterwards.callback(lambda: [g.set_state(state) for g, state in own.values()])
+        afterwards.callback(generators.restore)
+        afterwards.callback(attributes.restore)
+        afterwards.callback(lambda: changed.append(contents.restore()))
+        afterwards.callback(optimizer_state.restore)
+        afterwards.callback(gradients.restore)
+        gradients.clear()
+        first = one(())
+        if model is not None:
+            made = {n: p.grad.detach().clone() if p.grad is not None else None for n, p in model.named_parameters()}
+        if grads == "fresh":
+            gradients.clear()
+        second = one(first.leaves)
     return Traced(
         recording=second,
         first=first,
         gradients=made,
         admission=admission,
-        num_changed=num_changed,
+        num_changed=changed[0],
         seconds=time.perf_counter() - began,
     )
 

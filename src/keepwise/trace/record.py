@@ -58,6 +58,7 @@ def record(
     spill: bool = True,
     leaves: Iterable[Leaf] = (),
     device: torch.device | str | None = None,
+    generators: dict[int, tuple[torch.Generator, Tensor]] | None = None,
 ) -> Recording:
     """Run a step and write it down.
 
@@ -70,12 +71,13 @@ def record(
         spill: put saved tensors into files (else into memory) meanwhile.
         leaves: `Recording.leaves` of an earlier step: storages that existed before this one.
         device: what `Step.device` shall be; by default that of the first parameter or input.
+        generators: filled with the user's own generators and their first states, by id, also where `run` raises.
 
     Raises:
         Exception: whatever `run` raises; no hook, mode or handler stays behind.
     """
     paths = PathTracker(model)
-    recorder = Recorder(paths=paths, admit=admit, spill=spill)
+    recorder = Recorder(paths=paths, admit=admit, spill=spill, generators=generators)
     held = register(recorder.table, model=model, optimizer=optimizer, inputs=inputs, leaves=leaves)
     calls: list[list[int]] = []
 
@@ -119,9 +121,12 @@ def _run_under(recorder: Recorder, run: Callable[[], Any]) -> Any:
     handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
     recorder.paths.install()
     try:
+        # What autocast has cached of an earlier step would not be cast in this one.
+        torch.clear_autocast_cache()
         with recorder.saved.installed(), recorder:
             return run()
     finally:
+        torch.clear_autocast_cache()
         recorder.paths.remove()
         for handle in handles:
             handle.remove()

@@ -43,14 +43,21 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators: ClassVar[bool] = True
 
-    def __init__(self, *, paths: PathTracker, admit: Admission | None, spill: bool) -> None:
+    def __init__(
+        self,
+        *,
+        paths: PathTracker,
+        admit: Admission | None,
+        spill: bool,
+        generators: dict[int, tuple[torch.Generator, Tensor]] | None = None,
+    ) -> None:
         super().__init__()
         self.table = ValueTable()
         self.ops: list[OpDraft] = []
         self.paths = paths
         self.saved = SavedTensors(table=self.table, ops=self.ops, paths=paths, spill=spill)
         self.optimizer_depth = 0
-        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.generators = generators if generators is not None else {}
         self.functorch_paths = self.saved.functorch_paths
         self.foreign_hooks: dict[str, None] = {}
         self.checkpoints: dict[str, None] = {}
@@ -122,6 +129,8 @@ class Recorder(TorchDispatchMode):
             op.visit = visit
             if visit.first == NO_OP:
                 visit.first = index
+                if visit.name.startswith("CheckpointFunction"):
+                    self.checkpoints[op.path] = None
             if not visit.released:
                 visit.last = index
             return

@@ -5,13 +5,17 @@ Notes:
    place: storages, views and hooks stay what they were. Version counters are put back too, so that a graph the user holds
    does not complain.
 2. A parameter's `.grad` is taken off and the same object put back; gradients of the traced steps are others.
-3. Attributes of modules are rebound to what they were; lists, dicts and sets among them get their old contents, one level deep.
+3. Attributes of modules are rebound to what they were; lists, dicts, sets and queues among them get their old contents, one level
+   deep, and random generators among them their old states. What they refer to beyond that is not copied.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import random
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from keepwise.trace.spill import Copy, can_spill
 Tensor = torch.Tensor
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_CONTAINERS = (list, dict, set, collections.deque)
 
 
 class Generators:
@@ -49,8 +54,7 @@ class Generators:
 
 
 def _numpy() -> Any:
-    import sys
-
+    """NumPy, if anyone has imported it."""
     return sys.modules.get("numpy")
 
 
@@ -89,14 +93,14 @@ class Bytes:
 class Attributes:
     """Python attributes of every module (note 3)."""
 
-    _CONTAINERS = (list, dict, set)
-
     def __init__(self, model: nn.Module | None) -> None:
         self._saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._generators: list[Callable[[], object]] = []
         for module in model.modules() if model is not None else ():
             values = dict(module.__dict__)
-            contents = {name: value.copy() for name, value in values.items() if isinstance(value, self._CONTAINERS)}
+            contents = {name: value.copy() for name, value in values.items() if isinstance(value, _CONTAINERS)}
             self._saved.append((module, values, contents))
+            self._generators.extend(put_back for v in values.values() if (put_back := _generator_state(v)) is not None)
 
     def restore(self) -> None:
         """Rebind and refill."""
@@ -109,14 +113,36 @@ class Attributes:
                     now[name] = value
             for name, content in contents.items():
                 value = values[name]
-                if value == content if not isinstance(value, dict) else _same_items(value, content):
-                    continue
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+                if _identities(value) != _identities(content):
+                    value.clear()
+                    value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
+        for put_back in self._generators:
+            put_back()
 
 
-def _same_items(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+def _identities(container: Any) -> Any:
+    """What a container holds, by identity: tensors have no plain equality."""
+    if isinstance(container, dict):
+        return [(id(k), id(v)) for k, v in container.items()]
+    found = [id(x) for x in container]
+    return set(found) if isinstance(container, set) else found
+
+
+def _generator_state(thing: Any) -> Callable[[], object] | None:
+    """A function that puts a random generator back into its present state; None for anything else."""
+    if isinstance(thing, torch.Generator):
+        return functools.partial(thing.set_state, thing.get_state())
+    if isinstance(thing, random.Random):
+        return functools.partial(thing.setstate, thing.getstate())
+    numpy = _numpy()
+    if numpy is None:
+        return None
+    if isinstance(thing, numpy.random.RandomState):
+        return functools.partial(thing.set_state, thing.get_state())
+    if isinstance(thing, numpy.random.Generator):
+        bits = thing.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    return None
 
 
 class Gradients:

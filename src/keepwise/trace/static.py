@@ -72,6 +72,10 @@ def classify(table: ValueTable, *, model: nn.Module | None, optimizer: torch.opt
     if model is not None:
         for name, p in model.named_parameters():
             name_it(p.grad, Category.GRADIENT, name=name, holder="the parameter's .grad")
+    for draft in table.storages:
+        if draft.is_leaf and draft.category is Category.INPUT and draft.held_until is not None:
+            draft.category = Category.ACTIVATION  # Left over from the step before, and let go in this one.
+            draft.keep("made before the step")
     if optimizer is not None:
         for t in optimizer_tensors(optimizer):
             name_it(t, Category.OPTIMIZER, holder="the optimizer's state")

@@ -166,9 +166,9 @@ class ValueTable:
         return [i.draft for i in self._incarnations.values() if i.is_copy and not i.is_superseded]
 
     def leaves_alive(self) -> tuple[weakref.ref[object], ...]:
-        """The storages that no op made and that were not known before."""
-        found = (i.ref for i in self._incarnations.values() if i.draft.is_leaf and not i.is_copy)
-        return tuple(ref for ref in found if ref is not None)
+        """The storages that outlive the step although nothing says that they do: somebody outside holds them."""
+        found = [i for i in self._incarnations.values() if i.draft.is_leaf or not i.draft.category.is_static]
+        return tuple(i.ref for i in found if i.ref is not None and not i.is_copy)
 
     def known_incarnation(self, t: Tensor) -> Incarnation:
         """The incarnation of a tensor that was read before."""

@@ -156,11 +156,16 @@ class StepBuilder:
         self._node(index, (tensor, *others), (tensor,), held, in_place=True)
         return tensor
 
-    def batch_norm(self, x: Tensor, mean: Tensor, *, size: int, seconds: float = 1.0, path: str = "") -> Tensor:
-        """Normalise `x` into a fresh tensor, save it and its statistics, and move the buffer `mean` in place."""
+    def batch_norm(
+        self, x: Tensor, mean: Tensor, *, size: int, seconds: float = 1.0, path: str = "", reads_mean: bool = False
+    ) -> Tensor:
+        """Normalise `x` into a fresh tensor, save it and its statistics, and move the buffer `mean` in place.
+
+        A batch norm that does not list `mean` among its inputs replays without touching it.
+        """
         index = len(self.ops)
         held = [self._save(x, index)]
-        read = self._read((x, mean), index)
+        read = self._read((x, mean) if reads_mean else (x,), index)
         out, stats = self._fresh(size, Category.ACTIVATION, index), self._fresh(4, Category.ACTIVATION, index)
         self._bump(mean.storage, index)
         self._record(
@@ -572,7 +577,8 @@ def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
             if not b.is_saved(x) and other.storage != x.storage:
                 b.write(x, other, save_result=draw(st.booleans()), save=[other] if draw(st.booleans()) else [], **rest)
         elif kind == "norm":
-            pool.append(b.batch_norm(x, b.buffer(4), size=draw(_SIZES), **rest))
+            mean = b.buffer(4)
+            pool.append(b.batch_norm(x, mean, size=draw(_SIZES), reads_mean=draw(st.booleans()), **rest))
         elif kind == "hold":
             b.hold(x, draw(st.sampled_from(["end", "forward"])))
         elif kind == "keep":

@@ -127,18 +127,20 @@ class Oracle:
             op = self.step.ops[i]
             sources = [self._source(play, v, position, i) for v in op.inputs]
             contents = tuple(b.content if isinstance(b, Buffer) else b for b in sources)
-            for s in op.writes:
+            read = {self.step.values[v].storage for v in op.inputs}
+            for s in read & set(op.writes):
                 mine = [b for v, b in zip(op.inputs, sources, strict=True) if self.step.values[v].storage == s]
                 if not all(isinstance(b, Buffer) for b in mine) or s not in play.final:
                     raise Refused("writes what is not private")
             for s, content in self._results(i, contents).items():
+                if s in op.writes and s not in read:
+                    continue
                 if s in op.writes:
                     play.final[s].content = content
                     play.final[s].uses.append(position)
                 else:
                     play.final[s] = Buffer(s, content, position, uses=[position])
                     play.buffers.append(play.final[s])
-            read = {self.step.values[v].storage for v in op.inputs}
             for o in op.outputs:
                 v = self.step.values[o]
                 if v.storage in play.final and (self._birth(v.storage) == i or v.storage in read):

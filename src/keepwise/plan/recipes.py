@@ -10,7 +10,6 @@ Linear in the ops of the recipe and their inputs.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -180,12 +179,12 @@ class _Search:
                 self.copies[s, v.version] = value
             return
         needed = self._makers(value)
-        bad = next((i for i in needed if not self.step.ops[i].replayable), NO_OP)
-        if bad == NO_OP:
+        refusal = next((why for i in needed if (why := self._refusal(i, s))), "")
+        if not refusal:
             for op in needed:
                 self._require(op, s)
         elif settled:
-            self._block(s, self._unreplayable(bad))
+            self._block(s, refusal)
         else:
             self.copies[s, v.version] = value
 
@@ -206,14 +205,20 @@ class _Search:
             return
         if op >= self.start:
             self._block(storage, f"op {op} runs only after the replay at {self.start}")
-        elif not self.step.ops[op].replayable:
-            self._block(storage, self._unreplayable(op))
+        elif refusal := self._refusal(op, storage):
+            self._block(storage, refusal)
         else:
             self.ops.add(op)
             self.stack.append(op)
 
-    def _unreplayable(self, op: int) -> str:
-        return f"op {op} ({self.step.ops[op].target}) is not replayable: {self.step.ops[op].why_not}"
+    def _refusal(self, op: int, storage: int) -> str:
+        """Why replaying `op` does not rebuild `storage`; empty if it does."""
+        o = self.step.ops[op]
+        if not o.replayable:
+            return f"op {op} ({o.target}) is not replayable: {o.why_not}"
+        if storage in o.writes and all(self.step.values[v].storage != storage for v in o.inputs):
+            return f"op {op} ({o.target}) writes storage {storage} without reading it, which its replay does not do"
+        return ""
 
     def _block(self, storage: int, why: str) -> None:
         self.obstacles.setdefault(storage, Obstacle(storage=storage, why=why))

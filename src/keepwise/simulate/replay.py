@@ -170,8 +170,7 @@ class _Run:
         """Advance the buffer of `s`: only a private one may be written, and no version may be skipped."""
         version = bisect_left(self.index.write_moments[s], i) + 1
         buffer = self.current.get(s)
-        shared = any(source is None for source in sources)
-        if shared or buffer is None:
+        if buffer is None or any(source is None for source in sources):
             raise ScheduleError(
                 f"{self.step.ops[i].target} writes in place a storage that this replay did not make and does not copy",
                 window=self.window.id,

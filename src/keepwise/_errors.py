@@ -5,9 +5,10 @@ KeepwiseError
 ├── UsageError            (also ValueError)   a bad argument: what it was, what is accepted
 ├── InfeasibleBudget      no plan fits: `.floor_bytes`, `.binding`
 ├── PlanMismatch          a plan for another model, version or step: the first difference
-├── MismatchError         a replay differs from its original (found by `verify` or `audit`)
-└── StaleTensorError      (also RuntimeError) a tensor that backward needs was modified in place, as plain autograd reports
+└── MismatchError         a replay differs from its original (found by `verify` or `audit`)
 ```
+
+A tensor that backward needs and that was modified in place raises `RuntimeError`, as in plain autograd.
 """
 
 from __future__ import annotations
@@ -41,7 +42,3 @@ class PlanMismatch(KeepwiseError):  # noqa: N818 - public name
 
 class MismatchError(KeepwiseError):
     """A replayed tensor differs from its original. The message names the tensor."""
-
-
-class StaleTensorError(KeepwiseError, RuntimeError):
-    """A tensor needed by backward was modified in place after forward read it (plain autograd raises RuntimeError too)."""

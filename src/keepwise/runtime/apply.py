@@ -95,7 +95,8 @@ class Runner:
         if guard is not None:  # inside `with plan:`
             if self.restarts:
                 guard.restart()
-            return call(*args, **kwargs)
+            with guard.on_top():
+                return call(*args, **kwargs)
         with self.guard(model):
             return call(*args, **kwargs)
 

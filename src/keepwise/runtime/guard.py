@@ -11,12 +11,15 @@ Notes:
    the recording (a loop body, another micro-batch) begins a new frame: all windows get new runs.
 4. An op that writes in place and does not match closes every run of the frame: what it wrote may be a replay's result.
 5. A tensor can be saved before it is written (RReLU's noise). It is kept until the op that finishes it has been captured.
+6. Hooks on saved tensors do not stack: only the innermost pair sees a tensor. The user's own hooks inside the model win; around it,
+   ours come first and pass on what they keep.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +73,21 @@ class Watch(TorchDispatchMode):
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self.ids.clear()
+
+    @contextlib.contextmanager
+    def on_top(self) -> Iterator[None]:
+        """Our hooks innermost again, where the user's own were pushed inside `with plan:` around the model: note 6."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is None or top[1] is unpack:
+            yield
+            return
+        outer, self.foreign = self.foreign, (top[0], top[1])
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+        try:
+            yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self.foreign = outer
 
     def view_of(self, t: Tensor) -> int:
         """View id of a tensor object that was made or bound in this frame; -1 if unknown."""

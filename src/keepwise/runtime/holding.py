@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from keepwise._errors import StaleTensorError
-
 Tensor = torch.Tensor
 Namer = Callable[[Tensor], str]
 
@@ -53,12 +51,12 @@ def check_version(t: Tensor, version: int, name: str, reader: str) -> None:
     """Raise as plain autograd does when a tensor that backward needs was written in place.
 
     Raises:
-        StaleTensorError: the version counter moved.
+        RuntimeError: the version counter moved.
     """
     now = version_of(t)
     if now != version:
         what = f" {name!r}" if name else ""
-        raise StaleTensorError(
+        raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{t.dtype} tensor{what} of shape {list(t.shape)} is at version {now}; expected version {version} instead. "
             f"It was read in forward{reader}. Write to it after backward, or to a copy."
@@ -79,7 +77,7 @@ class KeptSave:
         """The tensor, if nobody wrote to it since.
 
         Raises:
-            StaleTensorError: it was written in place.
+            RuntimeError: it was written in place.
         """
         t = self.tensor
         if version_of(t) != self.version:

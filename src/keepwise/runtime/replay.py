@@ -196,7 +196,7 @@ class WindowRun:
         """The tensor of a cell, replayed if need be.
 
         Raises:
-            StaleTensorError: something that the replay reads was written in place since forward.
+            RuntimeError: something that the replay reads was written in place since forward.
             MismatchError: an audit is on and the replay differs from the original.
         """
         task = _graph_task()

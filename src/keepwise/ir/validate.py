@@ -6,6 +6,7 @@ empty list means that the invariants stated in `step.py` hold. Linear in the siz
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from keepwise.ir.step import NO_OP, Phase, Step
@@ -142,10 +143,12 @@ def _saves(step: Step) -> Iterator[str]:
             yield f"save {save.index} is packed at {save.at} of {len(step.ops)} ops"
         if s.birth >= save.at:
             yield f"save {save.index} is packed before op {save.at}, its storage {s.id} is born at {s.birth}"
-        version = sum(w < save.at for w in written.get(s.id, ()))
-        # An op saves its inputs before it runs and may overwrite them at once: both versions are seen at that moment.
-        if v.version not in (version, version + 1 if save.at in written.get(s.id, ()) else version):
-            yield f"save {save.index} holds version {v.version} of storage {s.id}, which is at {version} then"
+        # The value may be named at any version that shows the saved bytes: from the one at which it was packed (an op saves
+        # its inputs before it runs and may overwrite them at once) to the one at which it is read.
+        until = max(save.at + 1, save.reads[0].first if save.reads else 0)
+        moments = written.get(s.id, [])
+        if not bisect_left(moments, save.at) <= v.version <= bisect_left(moments, until):
+            yield f"save {save.index} holds version {v.version} of storage {s.id}, which it is at neither then nor when read"
         if s.saved_until == NO_OP:
             yield f"save {save.index} holds storage {s.id}, which says that autograd never saves it"
         previous = save.at - 1

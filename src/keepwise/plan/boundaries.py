@@ -22,8 +22,8 @@ from keepwise.ir import NO_OP, Phase, Step
 from keepwise.plan.repeats import find_runs
 from keepwise.plan.tables import SavedRead, Tables, tables_of
 
-# What crosses this share of a forward pass is part of the scenery and does not tell one cut from another.
-_GLOBAL_SHARE = 0.6
+# What crosses this share of a forward pass (masks, rotary tables) does not tell one cut from another.
+_LASTING_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def _narrow_points(tables: Tables, run: range) -> list[Cut]:
     n = len(run)
     births, ends, nbytes = _lives(tables, run)
     width = _profile(births, ends, nbytes, n)
-    lasting = ends - births > _GLOBAL_SHARE * n
+    lasting = ends - births > _LASTING_SHARE * n
     local = ~lasting & (nbytes > 0)
     count = _profile(births[local], ends[local], np.ones(int(local.sum()), dtype=np.int64), n)
     # Cuts that the same storages cross are one: a storage begins or ends to cross only at an op that makes or last reads one.
@@ -131,13 +131,16 @@ def _valleys(width: np.ndarray, n: int) -> np.ndarray:
 
 
 def find_blocks(step: Step) -> tuple[Segment, ...]:
-    """The forward passes cut into blocks, in order; their concatenation is every forward op (and ops between passes).
+    """The forward passes cut into blocks, in order; passes that save nothing (what follows backward) are left out.
 
     Equal blocks are marked. Pieces outside any repetition are joined until they save about as much as a block does.
     """
     tables = tables_of(step)
+    saved_at = sorted(save.at for save in step.saves)
     found: list[Segment] = []
     for run in tables.passes:
+        if bisect_right(saved_at, run.start) == bisect_right(saved_at, run.stop):
+            continue
         found.extend(_blocks(tables, run, _narrow_points(tables, run)))
     return tuple(found)
 

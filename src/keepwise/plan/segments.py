@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from keepwise.simulate import simulate
 
 # The last block is left alone unless that raises the peak by more than this factor.
 _TOLERATED = 1.1
+
+# A piece that saves less than this share of what a block usually saves is no block.
+_LEAST_BLOCK = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +101,20 @@ def blocks_and_rest(step: Step) -> tuple[tuple[Segment, ...], int]:
 
 def _blocks_and_rest(step: Step) -> tuple[tuple[Segment, ...], int]:
     blocks = find_blocks(step)
-    repeated = [i for i, b in enumerate(blocks) if b.is_repeated]
-    alone = repeated[-1] if repeated else len(blocks) - 1
+    if not blocks:
+        return blocks, 0
+    tables = tables_of(step)
+    saved = [0] * len(blocks)
+    starts = [b.start for b in blocks]
+    for s in step.saved_storages:
+        if step.storages[s].birth >= starts[0]:
+            saved[bisect_right(starts, step.storages[s].birth) - 1] += tables.nbytes[s]
+    usual = sorted(saved)[len(saved) // 2]
+    # The last block is the last of a repetition, or the last that saves as much as a block does: a small head is not.
+    alone = next(
+        (i for i in range(len(blocks) - 1, -1, -1) if blocks[i].is_repeated or saved[i] >= _LEAST_BLOCK * usual),
+        len(blocks) - 1,
+    )
     if alone + 1 < len(blocks):
         early = _peak(step, blocks, alone)
         late = _peak(step, blocks, alone + 1)

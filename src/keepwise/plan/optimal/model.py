@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from keepwise.ir import Step
 from keepwise.plan.optimal.chain import Link
+from keepwise.plan.optimal.enumerate import enumerate_menu
 from keepwise.plan.optimal.graph import Graph
-from keepwise.plan.optimal.menu import search_menu
+from keepwise.plan.optimal.menu import dominant, search_menu
 from keepwise.plan.optimal.options import Option, StageProblem
 from keepwise.plan.optimal.stages import Chain, cut_chain
 
@@ -24,6 +25,10 @@ class Model:
     """Number of the distinct problem of each stage."""
     menus: dict[int, list[Option]]
     """Kind -> options."""
+    bounds: dict[int, list[Option]]
+    """Kind -> optimistic options that no option of the family beats; the menu itself where nothing was enumerated."""
+    complete: bool
+    """Whether every menu was enumerated."""
     fixed_bytes: int
     """Bytes of storages that are always held though they could be dropped."""
 
@@ -32,8 +37,8 @@ class Model:
         """Largest base: no plan goes below, in bytes."""
         return int(self.graph.base.max()) if len(self.graph.base) else 0
 
-    def links(self) -> tuple[Link, ...]:
-        """The chain for the dynamic program."""
+    def links(self, menus: dict[int, list[Option]]) -> tuple[Link, ...]:
+        """The chain for the dynamic program, with `menus` or `bounds`."""
         result: list[Link] = []
         for stage, problem, kind in zip(self.chain.stages, self.problems, self.kinds, strict=True):
             hand = problem.at_hand
@@ -41,7 +46,7 @@ class Model:
             result.append(
                 Link(
                     kind=kind,
-                    options=tuple(self.menus[kind]),
+                    options=tuple(menus[kind]),
                     input_bytes=sum(problem.cost(s) for s in stage.inputs),
                     level=problem.level + self.fixed_bytes,
                     forward_level=problem.forward_level + self.fixed_bytes,
@@ -54,22 +59,43 @@ class Model:
         return tuple(result)
 
 
+def _menu(problem: StageProblem) -> tuple[list[Option], list[Option], bool]:
+    """Options of a stage, optimistic ones, and whether they cover the whole family."""
+    found = search_menu(problem)
+    if not problem.stage.nodes:
+        return found, found, True
+    enumerated = enumerate_menu(problem, found)
+    if enumerated is None:
+        return found, found, False
+    return dominant([*found, *enumerated.options]), enumerated.bounds, True
+
+
 def build_model(step: Step) -> Model:
     """Cut, recognise equal stages, search the menus."""
     graph = Graph(step)
     chain = cut_chain(graph)
     kinds: dict[tuple[object, ...], int] = {}
     menus: dict[int, list[Option]] = {}
+    bounds: dict[int, list[Option]] = {}
+    complete = True
     problems: list[StageProblem] = []
     numbers: list[int] = []
     for stage in chain.stages:
-        problem = StageProblem(graph, stage)
+        problem = StageProblem(graph, stage, chain.held)
         kind = kinds.setdefault(stage.key, len(kinds))
         if kind not in menus:
-            menus[kind] = search_menu(problem)
+            menus[kind], bounds[kind], enumerated = _menu(problem)
+            complete &= enumerated
         problems.append(problem)
         numbers.append(kind)
     fixed = sum(graph.nbytes[s] for s in chain.held)
     return Model(
-        graph=graph, chain=chain, problems=tuple(problems), kinds=tuple(numbers), menus=menus, fixed_bytes=fixed
+        graph=graph,
+        chain=chain,
+        problems=tuple(problems),
+        kinds=tuple(numbers),
+        menus=menus,
+        bounds=bounds,
+        complete=complete,
+        fixed_bytes=fixed,
     )

@@ -54,7 +54,7 @@ class StageProblem:
         forward_level: the same in its forward.
     """
 
-    def __init__(self, graph: Graph, stage: Stage) -> None:
+    def __init__(self, graph: Graph, stage: Stage, always_held: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.stage = stage
         self.inputs = stage.inputs
@@ -70,7 +70,7 @@ class StageProblem:
         front = slice(stage.ops[0], stage.forward_stop)
         self.forward_level = int(graph.base[front].min())
         self.front = graph.base[front] - self.forward_level
-        self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage)
+        self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage, always_held)
         self.reads_of = {s: [(n.first, n.last) for n in stage.nodes if s in n.storages] for s in self.storages}
 
     def last_need(self, storage: int) -> int:
@@ -198,10 +198,11 @@ class StageProblem:
             seconds=seconds,
             held_bytes=held_bytes,
             peak_bytes=peak,
-            forward_bytes=self._forward_peak(held),
+            forward_bytes=self.forward_peak(held),
         )
 
-    def _forward_peak(self, held: frozenset[int]) -> int:
+    def forward_peak(self, held: frozenset[int]) -> int:
+        """High water during the stage's forward above the forward level, in bytes, where `held` is held."""
         stage, step = self.stage, self.graph.step
         front = self.front.copy()
         origin = stage.ops[0]
@@ -214,13 +215,15 @@ class StageProblem:
         return tuple(self._op_position[o] for o in ops)
 
 
-def _held_elsewhere(graph: Graph, stage: Stage) -> frozenset[int]:
-    """Storages that are alive all through the stage's backward whatever is planned: free to read."""
+def _held_elsewhere(graph: Graph, stage: Stage, always_held: frozenset[int]) -> frozenset[int]:
+    """Storages that are alive all through the stage's backward whatever the stage does: free to read."""
     step = graph.step
     found: set[int] = set()
     for op in stage.ops:
         for need in graph.needs(op):
             s = step.storages[need.storage]
+            if need.storage in always_held:
+                found.add(need.storage)
             if need.storage not in graph.droppable and s.death >= stage.last:
                 found.add(need.storage)
         for s in graph.made_by[op]:

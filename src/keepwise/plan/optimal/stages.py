@@ -9,6 +9,7 @@ backward does not visit them one after the other.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from keepwise.plan.optimal.graph import Graph
 
 TARGET_OPS = 60
 """Stages are made of about as many ops, where the graph allows."""
+
+NEAR = 4
+"""Cuts as many ops apart are the same place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,16 +127,16 @@ def _always_held(graph: Graph, life: _Life, target_ops: int) -> frozenset[int]:
     """Storages whose readers are so far apart that no narrow point is left unless they are held."""
     spans = {s: life.last[s] - at for s, at in life.first.items() if _charged(graph, s) and s not in life.moving}
     size = len(graph.forward)
-    wanted = max(2, size // target_ops)
     best: frozenset[int] = frozenset()
-    most = -1
+    widest = size + 1
     limit = size + 1
     while limit > target_ops // 4:
         wide = frozenset(s for s, span in spans.items() if span > limit)
-        found = len(_cuts(graph, life, wide))
-        if found > most * 1.2:
-            best, most = wide, found
-        if found >= wanted:
+        edges = [at for at, _ in _cuts(graph, life, wide)] + [size]
+        gap = max(b - a for a, b in itertools.pairwise(edges))
+        if gap < 0.8 * widest:
+            best, widest = wide, gap
+        if widest <= 2 * target_ops:
             break
         limit //= 2
     return best
@@ -161,7 +165,18 @@ def _cuts(graph: Graph, life: _Life, wide: frozenset[int]) -> list[tuple[int, tu
         closed += shut[at]
         if len(crossing) == 1 and not closed and tuple(crossing) != cuts[-1][1]:
             cuts.append((at, tuple(crossing)))
-    return cuts
+    return _without_unsaved(graph, cuts)
+
+
+def _without_unsaved(graph: Graph, cuts: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Leave out cuts at a storage that nobody saves where one at a saved storage is near: that one costs nothing to hold."""
+    saved = [at for at, crossing in cuts if any(graph.reads[s] for s in crossing)]
+    kept: list[tuple[int, tuple[int, ...]]] = []
+    for at, crossing in cuts:
+        good = not crossing or any(graph.reads[s] for s in crossing)
+        if good or not any(abs(at - other) <= NEAR for other in saved):
+            kept.append((at, crossing))
+    return kept
 
 
 def _join_repeats(
@@ -362,10 +377,13 @@ def _key(
 
     step = graph.step
     wiring: list[object] = []
+    inside = set(ops)
     for op in ops:
         o = step.ops[op]
+        # Where an op outside the stage made it, only that matters: it is held.
         needs = tuple(
-            (name(n.storage), n.reference, n.copy, tuple(m - ops[0] for m in n.makers)) for n in graph.needs(op)
+            (name(n.storage), n.reference, n.copy, tuple(m - ops[0] if m in inside else -1 for m in n.makers))
+            for n in graph.needs(op)
         )
         made = tuple((name(s), graph.nbytes[s], s in graph.droppable) for s in graph.made_by[op])
         wiring.append(

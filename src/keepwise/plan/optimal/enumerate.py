@@ -1,0 +1,487 @@
+"""The complete menu of a stage: every set that it can hold, retain and leave to windows, priced at once with NumPy.
+
+*Family.* A stage holds a set K from forward, one replay at the start of its backward retains X, and leaf windows over any partition
+of its reading nodes serve the rest from A = K + X. All pairs K <= A and all partitions are compared:
+
+1. recipes of all sets A at once: an op is needed if something that needs it is needed and not in A (one pass over the ops,
+   backwards, a bit vector over the sets each);
+2. time and peak of the window over the nodes i..j, for all A (n^2 / 2 of them);
+3. for each limit on the peak, a shortest path through the nodes, for all A;
+4. for each K, the best A above it, the replay of X included.
+
+*Small storages* (statistics of a norm, log-sum-exp) are taken as held; together they are below `SMALL_SHARE` of the stage. In the
+*bound* they weigh nothing, nothing is charged for the outer replay's temporaries, and what a window reads is charged to its last
+saved read only; hence it is at most the optimum of the family. The *menu* is priced exactly by `StageProblem.evaluate`.
+
+Complexity: ops x nodes^2 x 2^storages bit operations. Above `MAX_SETS` sets, those are left out that an option of the search menu
+beats however they are partitioned (`_worth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from keepwise.plan.optimal.menu import dominant
+from keepwise.plan.optimal.options import Option, StageProblem
+
+SMALL_SHARE = 0.004
+"""Share of a stage's bytes that storages may have together to count as small."""
+
+MAX_STORAGES = 16
+"""Above as many large storages nothing is enumerated."""
+
+MAX_SETS = 2048
+MAX_LIMITS = 256
+MAX_NODES = 24
+
+MAX_CHUNK = 1 << 22
+"""Numbers that are compared at once."""
+
+Sets = npt.NDArray[np.bool_]
+Vector = npt.NDArray[np.float64]
+
+
+_Point = tuple[float, float, float, float, int]
+"""Seconds, held bytes, limit on the peak, the next smaller limit, number of the held set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enumerated:
+    """A complete menu and a bound on it."""
+
+    options: list[Option]
+    """Exactly priced."""
+    bounds: list[Option]
+    """Optimistic numbers (no windows): no option of the family beats all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Relation:
+    """An op needs what `makers` make, unless `storage` (a large one, or -1) is at hand."""
+
+    storage: int
+    makers: tuple[int, ...]
+
+
+class _Tables:
+    """A stage as arrays. `large` and `small` are positions in `StageProblem.storages`."""
+
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        graph, stage = problem.graph, problem.stage
+        order = sorted(problem.own, key=problem.bytes_of, reverse=True)
+        total = sum(problem.bytes_of(i) for i in order)
+        self.small: list[int] = []
+        share = 0
+        while order and share + problem.bytes_of(order[-1]) <= SMALL_SHARE * total:
+            share += problem.bytes_of(order[-1])
+            self.small.append(order.pop())
+        self.large = sorted(order)
+        self.column = {problem.storages[p]: i for i, p in enumerate(self.large)}
+        self.free = set(problem.at_hand) | {problem.storages[p] for p in self.small}
+        # Views cost nothing and make nothing: whoever needs one needs what made its storage.
+        self.ops = [o for o in stage.ops if not graph.step.ops[o].is_view]
+        self.op_index = {op: i for i, op in enumerate(self.ops)}
+        self.views = set(stage.ops) - set(self.ops)
+        self.seconds = np.array([graph.step.ops[o].seconds for o in self.ops])
+        self.possible = np.array([graph.step.ops[o].replayable for o in self.ops])
+        self.workspace = np.array([graph.step.ops[o].workspace_bytes for o in self.ops], dtype=np.float64)
+        self.relations: list[list[_Relation]] = [[] for _ in self.ops]
+        for i, op in enumerate(self.ops):
+            for need in graph.needs(op):
+                if need.reference and need.storage in self.free:
+                    continue
+                if not need.makers:
+                    self.possible[i] &= need.copy
+                    continue
+                makers = self.indices(need.makers)
+                if makers is None:
+                    self.possible[i] = False
+                elif makers:
+                    column = self.column.get(need.storage, -1) if need.reference else -1
+                    self.relations[i].append(_Relation(storage=column, makers=makers))
+        self.nodes = stage.nodes
+        self.node_reads = [[self.column[s] for s in n.storages if s in self.column] for n in stage.nodes]
+        self.target_makers: list[tuple[int, ...]] = []
+        self.can: list[bool] = []
+        for p in self.large:
+            makers = self.indices(graph.makers(problem.storages[p]) or ())
+            self.can.append(bool(makers))
+            self.target_makers.append(makers or ())
+        self.nbytes = np.array([graph.nbytes[problem.storages[p]] for p in self.large], dtype=np.float64)
+        self.held_bytes = np.array([problem.bytes_of(p) for p in self.large], dtype=np.float64)
+        reads = [[n for n, columns in enumerate(self.node_reads) if c in columns] for c in range(len(self.large))]
+        self.last_node = [max(r, default=-1) for r in reads]
+        shared = [problem.storages[p] in stage.shared for p in self.large]
+        self.stay = [len(self.nodes) if shared[c] else self.last_node[c] for c in range(len(self.large))]
+        self._base()
+
+    def indices(self, ops: Sequence[int]) -> tuple[int, ...] | None:
+        """Rows of the ops that are no views; None where one lies outside the stage."""
+        if any(o not in self.op_index and o not in self.views for o in ops):
+            return None
+        return tuple(self.op_index[o] for o in ops if o in self.op_index)
+
+    def _base(self) -> None:
+        """Highest base in each node and in the gap after it, inputs included; base just before each node."""
+        problem, stage = self.problem, self.problem.stage
+        level = problem.base.astype(np.float64).copy()
+        before = problem.between.astype(np.float64).copy()
+        for s in stage.inputs:
+            end = problem.last_need(s)
+            level[: end + 1 - stage.first] += problem.cost(s)
+            before[: end + 1 - stage.first] += problem.cost(s)
+        self.at_node: list[float] = []
+        self.after: list[float] = []
+        self.before: list[float] = []
+        for i, node in enumerate(self.nodes):
+            stop = self.nodes[i + 1].first if i + 1 < len(self.nodes) else stage.last + 1
+            self.at_node.append(float(level[node.first - stage.first : node.last + 1 - stage.first].max()))
+            gap = level[node.last + 1 - stage.first : stop - stage.first]
+            self.after.append(float(gap.max()) if len(gap) else 0.0)
+            self.before.append(float(before[node.first - stage.first]))
+        head = level[: self.nodes[0].first - stage.first] if self.nodes else level
+        self.head = float(head.max()) if len(head) else 0.0
+
+    def held_profile(self, sets: Sets) -> list[Vector]:
+        """Bytes of the sets that are still needed at each node, and (last) all of them."""
+        size = self.held_bytes[:, None] * sets
+        return [
+            sum((size[c] for c in range(len(self.large)) if self.stay[c] >= n), np.zeros(sets.shape[1]))
+            for n in range(len(self.nodes) + 1)
+        ]
+
+    def closure(self, wanted: Sequence[tuple[int, Sets]], sets: Sets) -> tuple[Sets, Vector]:
+        """Ops that rebuild the wanted columns (where the bit vector says so) from each set, and their seconds."""
+        count = sets.shape[1]
+        need = np.zeros((len(self.seconds), count), dtype=np.bool_)
+        impossible = np.zeros(count, dtype=np.bool_)
+        for column, where in wanted:
+            if not self.can[column]:
+                impossible |= where
+            for m in self.target_makers[column]:
+                need[m] |= where
+        for i in range(len(self.seconds) - 1, -1, -1):
+            here = need[i]
+            if not here.any():
+                continue
+            if not self.possible[i]:
+                impossible |= here
+            for relation in self.relations[i]:
+                where = here if relation.storage < 0 else here & ~sets[relation.storage]
+                for m in relation.makers:
+                    need[m] |= where
+        seconds = self.seconds @ need
+        seconds[impossible] = np.inf
+        return need, seconds
+
+    def small_cost(self, sets: Sets) -> tuple[Vector, Vector]:
+        """What the small storages cost at least beside each held set: bytes to hold those that no replay makes, or seconds."""
+        graph, problem = self.problem.graph, self.problem
+        wanted = [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
+        need, _ = self.closure(wanted, sets)
+        must = np.zeros(sets.shape[1])
+        extra = np.full(sets.shape[1], np.inf)
+        for p in self.small:
+            makers = list(self.indices(graph.makers(problem.storages[p]) or ()) or ())
+            if not makers:
+                must += problem.bytes_of(p)
+                continue
+            absent = ~need[makers].any(axis=0)
+            must += np.where(absent, problem.bytes_of(p), 0.0)
+            extra = np.where(absent, np.minimum(extra, self.seconds[makers].sum()), extra)
+        return must, np.where(np.isfinite(extra), extra, 0.0)
+
+    def replay_peak(self, need: Sets, retained: Sequence[tuple[int, Sets]]) -> Vector:
+        """High water of each set's replay: its own storages and workspace."""
+        graph = self.problem.graph
+        keep = dict(retained)
+        names: dict[int, int] = {}
+        born: list[int] = []
+        size: list[float] = []
+        for i, op in enumerate(self.ops):
+            for s in graph.made_by[op]:
+                names[s] = len(born)
+                born.append(i)
+                size.append(float(graph.nbytes[s]))
+        count = need.shape[1]
+        alive = np.zeros((len(born), count), dtype=np.bool_)
+        for s, row in names.items():
+            column = self.column.get(s)
+            if column is not None and column in keep:
+                alive[row] = keep[column]
+        peak = np.zeros(count)
+        weights = np.array(size)
+        born_at = np.array(born)
+        for i in range(len(self.ops) - 1, -1, -1):
+            here = need[i]
+            if not here.any():
+                continue
+            for need_ in graph.needs(self.ops[i]):
+                row = names.get(need_.storage)
+                if row is not None:
+                    alive[row] |= here & need[born[row]]
+            for s in graph.step.ops[self.ops[i]].writes:
+                row = names.get(s)
+                if row is not None:
+                    alive[row] |= here
+            own = [names[s] for s in graph.made_by[self.ops[i]]]
+            rows = born_at <= i
+            live = (weights[rows, None] * (alive[rows] & need[born_at[rows]])).sum(axis=0)
+            for row in own:
+                live += weights[row] * (~alive[row])
+            peak = np.maximum(peak, np.where(here, live + self.workspace[i], 0.0))
+        return peak
+
+
+def enumerate_menu(problem: StageProblem, known: list[Option]) -> Enumerated | None:
+    """All of the family; None where the stage is too large.
+
+    Args:
+        problem: the stage.
+        known: options of the search menu, to leave out what they beat.
+    """
+    tables = _Tables(problem)
+    width = len(tables.large)
+    if width > MAX_STORAGES or len(tables.nodes) > MAX_NODES or not tables.nodes:
+        return None
+    numbers = np.arange(1 << width)
+    sets = ((numbers[None, :] >> np.arange(width)[:, None]) & 1).astype(np.bool_)
+    if sets.shape[1] > MAX_SETS:
+        sets = sets[:, _worth(tables, sets, known)]
+        if sets.shape[1] > 2 * MAX_SETS:
+            return None
+    best = _Windows(tables, sets)
+    return _Menu(tables, sets, best).run()
+
+
+def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.intp]:
+    """Sets that no known option beats in (seconds, bytes, peak), whatever their windows: indices."""
+    wanted = [(c, ~sets[c]) for c in range(len(tables.large)) if tables.last_node[c] >= 0]
+    _, least = tables.closure(wanted, sets)
+    held = tables.held_profile(sets)
+    low = tables.head + held[0]
+    for n in range(len(tables.nodes)):
+        dropped = sum((tables.nbytes[c] * ~sets[c] for c in tables.node_reads[n]), np.zeros(sets.shape[1]))
+        low = np.maximum(low, tables.at_node[n] + held[n] + dropped)
+    size = tables.held_bytes @ sets
+    beaten = np.isinf(least)
+    for option in known:
+        beaten |= (option.seconds <= least) & (option.held_bytes <= size) & (option.peak_bytes <= low)
+    return np.flatnonzero(~beaten)
+
+
+class _Windows:
+    """Steps 1 to 3 for all sets: `seconds[limit][set]` of the best partition whose peak is within the limit."""
+
+    def __init__(self, tables: _Tables, sets: Sets) -> None:
+        self.tables = tables
+        nodes, count = len(tables.nodes), sets.shape[1]
+        self.seconds: dict[tuple[int, int], Vector] = {}
+        self.peak: dict[tuple[int, int], Vector] = {}
+        held = tables.held_profile(sets)
+        self.head = tables.head + held[0]
+        for i in range(nodes):
+            for j in range(i, nodes):
+                self._window(i, j, sets, held)
+        values = np.unique(np.concatenate([self.head, *self.peak.values()]))
+        if len(values) > MAX_LIMITS:
+            values = np.unique(np.quantile(values, np.linspace(0, 1, MAX_LIMITS), method="higher"))
+        self.limits = values
+        self.best = np.full((len(values), count), np.inf)
+        for k, limit in enumerate(values):
+            reach = np.full((nodes + 1, count), np.inf)
+            reach[0] = np.where(self.head <= limit, 0.0, np.inf)
+            for i in range(nodes):
+                for j in range(i, nodes):
+                    step = np.where(self.peak[i, j] <= limit, self.seconds[i, j], np.inf)
+                    np.minimum(reach[j + 1], reach[i] + step, out=reach[j + 1])
+            self.best[k] = reach[nodes]
+
+    def _window(self, i: int, j: int, sets: Sets, held: list[Vector]) -> None:
+        tables = self.tables
+        count = sets.shape[1]
+        last = {c: n for n in range(i, j + 1) for c in tables.node_reads[n]}
+        wanted = [(c, ~sets[c]) for c in last]
+        need, seconds = tables.closure(wanted, sets)
+        begun = np.zeros(count, dtype=np.bool_)
+        peak = np.zeros(count)
+        inner = tables.replay_peak(need, wanted)
+        for n in range(i, j + 1):
+            fresh = np.zeros(count, dtype=np.bool_)
+            for c in tables.node_reads[n]:
+                fresh |= ~sets[c]
+            starts = fresh & ~begun
+            peak = np.maximum(peak, np.where(starts, tables.before[n] + held[n] + inner, 0.0))
+            begun |= fresh
+            now = sum((tables.nbytes[c] * (where & begun) for c, where in wanted if last[c] >= n), np.zeros(count))
+            peak = np.maximum(peak, tables.at_node[n] + held[n] + now)
+            later = sum((tables.nbytes[c] * (where & begun) for c, where in wanted if last[c] > n), np.zeros(count))
+            peak = np.maximum(peak, tables.after[n] + held[n + 1] + later)
+        self.seconds[i, j] = seconds
+        self.peak[i, j] = peak
+
+    def partition(self, index: int, limit: float) -> tuple[tuple[int, int], ...]:
+        """The best partition of one set within a limit; fewest windows of equals."""
+        nodes = len(self.tables.nodes)
+        reach: list[tuple[float, int, int]] = [(0.0, 0, -1)] + [(float("inf"), 0, -1)] * nodes
+        for j in range(nodes):
+            for i in range(j + 1):
+                if self.peak[i, j][index] <= limit:
+                    label = (reach[i][0] + float(self.seconds[i, j][index]), reach[i][1] + 1, i)
+                    reach[j + 1] = min(reach[j + 1], label)
+        path: list[tuple[int, int]] = []
+        at = nodes
+        while at > 0:
+            start = reach[at][2]
+            path.append((start, at - 1))
+            at = start
+        return tuple(reversed(path))
+
+
+class _Menu:
+    """Step 4, and the exact prices of what is left."""
+
+    def __init__(self, tables: _Tables, sets: Sets, windows: _Windows) -> None:
+        self.tables = tables
+        self.sets = sets
+        self.windows = windows
+
+    def run(self) -> Enumerated:
+        tables, sets, windows = self.tables, self.sets, self.windows
+        size = tables.held_bytes @ sets
+        must, extra = tables.small_cost(sets)
+        least = self._with_retained()
+        points: list[_Point] = []
+        for k in range(sets.shape[1]):
+            previous = np.inf
+            low = 0.0
+            for limit, value in zip(windows.limits, least[:, k], strict=True):
+                if value < previous - 1e-12:
+                    points.append((float(value), float(size[k] + must[k]), float(limit), low, k))
+                    if must[k]:
+                        points.append((float(value + extra[k]), float(size[k]), float(limit), low, k))
+                    previous = value
+                low = float(limit)
+        return self._price(_undominated(points))
+
+    def _with_retained(self) -> Vector:
+        """[limit, set K]: least seconds over all A >= K."""
+        best = self.windows.best
+        held, above = self._pairs()
+        least = best.copy()
+        edges = np.searchsorted(held, np.arange(self.sets.shape[1] + 1))
+        chunk = max(1, MAX_CHUNK // len(best))
+        k = 0
+        while k < self.sets.shape[1]:
+            stop = int(np.searchsorted(edges, edges[k] + chunk, side="right")) - 1
+            stop = max(stop, k + 1)
+            part = slice(edges[k], edges[stop])
+            total = best[:, above[part]] + self._outer_seconds(held[part], above[part])[None, :]
+            least[:, k:stop] = np.minimum.reduceat(total, edges[k:stop] - edges[k], axis=1)
+            k = stop
+        return least
+
+    def _pairs(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """All (K, A) with K <= A, by K."""
+        width, count = self.sets.shape
+        codes = (self.sets * (1 << np.arange(width, dtype=np.int64))[:, None]).sum(axis=0)
+        held: list[npt.NDArray[np.intp]] = []
+        above: list[npt.NDArray[np.intp]] = []
+        for k in range(count):
+            found = np.flatnonzero((codes & codes[k]) == codes[k])
+            held.append(np.full(len(found), k))
+            above.append(found)
+        return np.concatenate(held), np.concatenate(above)
+
+    def _outer_seconds(self, held: npt.NDArray[np.intp], above: npt.NDArray[np.intp]) -> Vector:
+        """Seconds of the replay that makes A - K from K, for pairs."""
+        start, goal = self.sets[:, held], self.sets[:, above]
+        _, seconds = self.tables.closure([(c, goal[c] & ~start[c]) for c in range(len(start))], start)
+        return seconds
+
+    def _best_above(self, k: int, limit: float) -> int:
+        """The A >= K with the least seconds within a limit; K itself where nothing is better."""
+        row = int(np.searchsorted(self.windows.limits, limit))
+        above = np.flatnonzero((self.sets >= self.sets[:, [k]]).all(axis=0))
+        total = self.windows.best[row, above] + self._outer_seconds(np.full(len(above), k), above)
+        if self.windows.best[row, k] <= total.min() + 1e-12:
+            return k
+        return int(above[int(total.argmin())])
+
+    def _price(self, points: list[_Point]) -> Enumerated:
+        tables, problem = self.tables, self.tables.problem
+        small = frozenset(tables.small)
+        exact = len(self.windows.limits) < MAX_LIMITS
+        bounds: list[Option] = []
+        options: list[Option] = []
+        for seconds, size, limit, below, k in points:
+            a = self._best_above(k, limit)
+            held = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, k])
+            outer = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, a] and not self.sets[c, k])
+            bounds.append(
+                Option(
+                    held=held,
+                    outer=None,
+                    leaves=(),
+                    seconds=seconds,
+                    held_bytes=int(
+                        size - sum(problem.bytes_of(p) for p in held if problem.storages[p] in problem.stage.outputs)
+                    ),
+                    peak_bytes=int(limit if exact else below),
+                    forward_bytes=problem.forward_peak(held),
+                )
+            )
+            partition = self.windows.partition(a, limit)
+            variants = [(held | small, outer)]
+            if not held and small:
+                variants.append((held, outer))
+                variants.append((held, outer | small))
+            for chosen, retained in variants:
+                option = problem.evaluate(chosen, retained, partition)
+                if option is None:
+                    continue
+                options.append(option)
+                made = self._made_anyway(option)
+                if made:
+                    lighter = problem.evaluate(chosen - made, retained, partition)
+                    if lighter is not None:
+                        options.append(lighter)
+        return Enumerated(options=options, bounds=dominant(bounds, limit=100_000))
+
+    def _made_anyway(self, option: Option) -> frozenset[int]:
+        """Small storages that the option holds although a window that could serve their reads makes them."""
+        tables, problem = self.tables, self.tables.problem
+        stage = problem.stage
+        windows = [w for w in (*option.leaves, option.outer) if w is not None]
+        found: set[int] = set()
+        for p in option.held.intersection(tables.small):
+            makers = {
+                tables.op_index[m] for m in problem.graph.makers(problem.storages[p]) or () if m in tables.op_index
+            }
+            reads = [(first - stage.first, last - stage.first) for first, last in problem.reads_of[problem.storages[p]]]
+            if makers and all(
+                any(w.start <= first and last <= w.stop and makers.issubset(w.ops) for w in windows)
+                for first, last in reads
+            ):
+                found.add(p)
+        return frozenset(found)
+
+
+def _undominated(points: list[_Point]) -> list[_Point]:
+    """Points that no other beats in (seconds, bytes, limit)."""
+    points = sorted(points)
+    kept: list[_Point] = []
+    size = np.empty(len(points))
+    limit = np.empty(len(points))
+    for p in points:
+        n = len(kept)
+        if n and bool(((size[:n] <= p[1]) & (limit[:n] <= p[2])).any()):
+            continue
+        size[n], limit[n] = p[1], p[2]
+        kept.append(p)
+    return kept

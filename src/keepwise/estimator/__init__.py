@@ -7,3 +7,9 @@ graph of operators that says what autograd saves (`graph`, `layers`), a checkpoi
 (`policy`), and the step's moments are walked on each distinct rank (`timeline`, `states`, `ranks`). `rule` holds the
 published rules of thumb, `search` what fits, `emit` the settings of other systems, `page` the interactive report.
 """
+
+from __future__ import annotations
+
+from keepwise.estimator.api import estimate
+
+__all__ = ["estimate"]

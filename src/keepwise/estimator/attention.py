@@ -202,7 +202,10 @@ def _ring(b: Builder, key: int, value: int) -> list[Collective]:
     if context.context_parallel == 1:
         return []
     size = int(sum(b.graph.values[v].num_bytes for v in {key, value})) * (context.context_parallel - 1)
-    return [Collective(group="context", kind="ring", num_bytes=size, phase=phase) for phase in ("forward", "backward")]
+    ranks = context.context_parallel
+    return [
+        Collective(group="context", kind="ring", num_bytes=size, phase=p, ranks=ranks) for p in ("forward", "backward")
+    ]
 
 
 def _fused_kernel(

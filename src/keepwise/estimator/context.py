@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 AttentionKernel = Literal["eager", "sdpa", "flash"]
 """Matrix products and a softmax in Python; `scaled_dot_product_attention`; FlashAttention called directly."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Context:
+class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and choices that hold for all operators of one stack on one rank."""
 
     batch: int

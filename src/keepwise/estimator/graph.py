@@ -11,8 +11,9 @@ Notes that the code refers to:
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 Split = Literal["whole", "sequence", "tensor", "kv"]
 """How tensor parallelism divides a value: not at all, with sequence parallelism only, by heads or inner width, by key heads."""
@@ -20,8 +21,7 @@ Split = Literal["whole", "sequence", "tensor", "kv"]
 Kind = Literal["activation", "mask", "statistic", "index", "weight cast", "constant"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Value:
+class Value(msgspec.Struct, frozen=True, kw_only=True):
     """One storage on one rank."""
 
     index: int
@@ -49,8 +49,7 @@ class Value:
         return self.kind == "activation"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """One collective operation."""
 
     group: Literal["tensor", "expert", "context"]
@@ -61,10 +60,19 @@ class Collective:
     """bytes of the full tensor on one rank."""
     phase: Literal["forward", "backward"]
     """when."""
+    ranks: int
+    """how many ranks take part."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank sends: 2(n-1)/n of the tensor for an all-reduce, (n-1)/n for its halves, all around a ring."""
+        share = (self.ranks - 1) / self.ranks
+        if self.kind == "ring":
+            return float(self.num_bytes)
+        return (2 if self.kind == "all_reduce" else 1) * share * self.num_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
+class Op(msgspec.Struct, frozen=True, kw_only=True):
     """One operator."""
 
     index: int
@@ -95,8 +103,7 @@ class Op:
     """collectives it runs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of one kind and shape."""
 
     name: str
@@ -107,8 +114,12 @@ class Parameter:
     """input width of a matrix, 1 for a vector."""
     count: int
     """how many of them (experts)."""
-    split: Literal["whole", "tensor", "kv", "expert"]
-    """which parallelism divides them."""
+    divisor: int
+    """ranks of tensor and expert parallelism that share them."""
+    expert: bool
+    """whether expert parallelism divides them, so that fewer replicas exist."""
+    adapter: bool
+    """whether they belong to a low-rank adapter."""
     trained: bool
     """whether they get gradients."""
     role: Literal["matrix", "vector", "table"]
@@ -122,8 +133,7 @@ class Parameter:
         return self.rows * self.columns * self.count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
+class Walk(msgspec.Struct, frozen=True, kw_only=True):
     """Live bytes of one piece's passes."""
 
     forward_peak: int
@@ -134,24 +144,30 @@ class Walk:
     """bytes: of `backward_peak`, what autograd still held at that moment."""
 
 
-@dataclass(slots=True)
 class Graph:
     """Operators in the order in which forward runs them."""
 
-    name: str
-    values: list[Value] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
-    parameters: list[Parameter] = field(default_factory=list)
-    entry: int = -1
-    """value that enters (the hidden states)."""
-    exit: int = -1
-    """value that leaves."""
-    user_held: int = 0
-    """bytes that user code keeps until the step's end (the model's output)."""
+    __slots__ = ("_saved", "_walk", "entry", "exit", "name", "ops", "parameters", "user_held", "values")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.parameters: list[Parameter] = []
+        self.entry = -1
+        """value that enters (the hidden states)."""
+        self.exit = -1
+        """value that leaves."""
+        self.user_held = 0
+        """bytes that user code keeps until the step's end (the model's output)."""
+        self._saved: frozenset[int] | None = None
+        self._walk: Walk | None = None
 
     def saved(self) -> frozenset[int]:
-        """Values that autograd holds after forward."""
-        return frozenset(v for op in self.ops for v in op.saves)
+        """Values that autograd holds after forward. Ask once the graph is complete."""
+        if self._saved is None:
+            self._saved = frozenset(v for op in self.ops for v in op.saves)
+        return self._saved
 
     def bytes_of(self, values: Collection[int], *, shared: bool = False) -> int:
         """Bytes of these values on one rank; shared ones only if asked for."""
@@ -196,10 +212,11 @@ class Graph:
 
     def walk(self) -> Walk:
         """Live bytes of both passes, above what was alive before; nothing of this piece is dropped while it runs."""
-        saved = self.saved()
-        forward = self._forward_peak(saved)
-        backward, still = self._backward_peak(saved)
-        return Walk(forward_peak=forward, backward_peak=backward, backward_saved=still)
+        if self._walk is None:
+            saved = self.saved()
+            backward, still = self._backward_peak(saved)
+            self._walk = Walk(forward_peak=self._forward_peak(saved), backward_peak=backward, backward_saved=still)
+        return self._walk
 
     def _forward_peak(self, saved: frozenset[int]) -> int:
         last_read: dict[int, int] = {}

@@ -96,6 +96,8 @@ def mlp(b: Builder, x: int, spec: Mlp, width: int, *, prefix: str = "mlp") -> in
     read = None if gathered == x else gathered
     hidden = _inner(b, x, spec, width, prefix, read)
     hidden = b.dropout(hidden, spec.dropout, f"{prefix}.inner_dropout", prefix)
+    if spec.widens_inner:
+        hidden = b.cast(hidden, b.context.weight_itemsize, f"{prefix}.inner_widened", prefix)
     y = b.linear(hidden, spec.inner, width, f"{prefix}.down", prefix, bias=spec.bias, parallel="row", targets=("down",))
     return b.boundary(y, f"{prefix}.leave", prefix, leave=True)
 
@@ -174,9 +176,10 @@ def experts(b: Builder, x: int, spec: Experts, width: int) -> int:
     order = b.value("moe.order", chosen * (1 if context.fused_kernels else 3), 8, kind="index")
     size = b.itemsize(x)
     tokens = b.value("moe.tokens", chosen * width, size)
-    exchange = [
-        Collective(group="expert", kind="all_to_all", num_bytes=int(chosen * width * size), phase=phase)
-        for phase in ("forward", "backward")
+    ranks = context.expert_parallel
+    exchange: list[Collective] = [
+        Collective(group="expert", kind="all_to_all", num_bytes=int(chosen * width * size), phase=p, ranks=ranks)
+        for p in ("forward", "backward")
         if context.expert_parallel > 1
     ]
     b.op("moe.dispatch", module, [x, index], [order, tokens], [order], collectives=exchange)

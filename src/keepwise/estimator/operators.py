@@ -142,12 +142,19 @@ class Builder:
                 rows=rows,
                 columns=columns,
                 count=count,
-                split=split,
+                divisor=self._weight_divisor(split),
+                expert=split == "expert",
+                adapter=adapter,
                 trained=adapter or self.context.train_base,
                 role=role,
                 quantised=self.context.quantised and role == "matrix" and not adapter,
             )
         )
+
+    def _weight_divisor(self, split: Literal["whole", "tensor", "kv", "expert"]) -> int:
+        if split == "expert":
+            return self.context.tensor_parallel * self.context.expert_parallel
+        return self._divisors[split]
 
     # ---- elementary operators ----
 
@@ -400,7 +407,7 @@ class Builder:
         def move(
             kind: Literal["all_reduce", "all_gather", "reduce_scatter"], phase: Literal["forward", "backward"]
         ) -> Collective:
-            return Collective(group="tensor", kind=kind, num_bytes=size, phase=phase)
+            return Collective(group="tensor", kind=kind, num_bytes=size, phase=phase, ranks=context.tensor_parallel)
 
         if context.sequence_parallel:
             moves = (

@@ -11,7 +11,8 @@ The rule counts what is stored, not gradients of activations, logits or workspac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from keepwise._errors import UsageError
 
@@ -21,8 +22,7 @@ INPUT_BYTES = 2
 """b in 16 bit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RuleMemory:
+class RuleMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Activation memory of a uniform stack of layers by the rule of thumb."""
 
     stored_inputs_bytes: int

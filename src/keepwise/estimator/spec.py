@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 NormKind = Literal["layer", "rms", "rms_one_plus", "rms_promote"]
 """`rms_one_plus` scales by 1 + weight in fp32 (Gemma); `rms_promote` multiplies the 16-bit input by an fp32 factor (T5)."""
@@ -13,8 +14,7 @@ Placement = Literal["pre", "post", "sandwich", "inner_post", "parallel", "parall
 parallel branches."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Latent:
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Compressed queries and keys of multi-head latent attention (DeepSeek-V2, section 2.1)."""
 
     query_rank: int | None
@@ -25,8 +25,7 @@ class Latent:
     """width a head of the part that carries positions (shared by all heads in keys)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
+class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """One attention layer."""
 
     heads: int
@@ -69,8 +68,7 @@ class Attention:
     """multi-head latent attention, or None."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mlp:
+class Mlp(msgspec.Struct, frozen=True, kw_only=True):
     """One feed-forward layer."""
 
     inner: int
@@ -85,10 +83,11 @@ class Mlp:
     """whether the projections have biases."""
     dropout: float = 0.0
     """probability that an inner unit is dropped."""
+    widens_inner: bool = False
+    """the inner states are cast to the type of the stored weights before the last projection (T5)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """A mixture of expert feed-forward layers."""
 
     num: int
@@ -107,8 +106,7 @@ class Experts:
     """whether the router has a trained bias."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True, kw_only=True):
     """One transformer block."""
 
     norm: NormKind
@@ -127,8 +125,7 @@ class Block:
     """whether layer norms have a bias."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stack:
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """A run of blocks over one sequence."""
 
     name: str
@@ -163,8 +160,7 @@ class Stack:
     """values of one image."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, kw_only=True):
     """What stands behind the last stack."""
 
     kind: Literal["lm", "mlm", "classifier", "none"] = "lm"
@@ -185,8 +181,7 @@ class Head:
     """activation of the masked-token transform."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """A whole model."""
 
     family: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from keepwise.estimator.families.reader import Config
 from keepwise.estimator.spec import Architecture, Attention, Block, Head, Mlp, Stack
@@ -54,7 +54,12 @@ def base_attention(
     head = config.size("head_dim", default=head_dim or width // heads)
     grouped = config.optional("num_key_value_heads") or kv_heads or heads
     return Attention(
-        heads=heads, kv_heads=grouped, head_dim=head, value_dim=head, dropout=config.rate("attention_dropout")
+        heads=heads,
+        kv_heads=grouped,
+        head_dim=head,
+        value_dim=head,
+        softmax_wide=True,
+        dropout=config.rate("attention_dropout"),
     )
 
 
@@ -236,7 +241,8 @@ def gpt_neox(config: Config) -> Architecture:
     vocab = config.size("vocab_size", default=50432)
     head_dim = width // heads
     attention = Attention(
-        heads=heads, kv_heads=heads, head_dim=head_dim, value_dim=head_dim, fused_qkv=True, rotary=True, copied_result=True, softmax_wide=True,
+        heads=heads, kv_heads=heads, head_dim=head_dim, value_dim=head_dim, fused_qkv=True, rotary=True,
+        copied_result=True, softmax_wide=True,
         bias=four(config.flag("attention_bias", default=True)), dropout=config.rate("attention_dropout"),
     )  # fmt: skip
     inner = config.size("intermediate_size", default=24576)
@@ -259,7 +265,7 @@ def opt(config: Config) -> Architecture:
     vocab = config.size("vocab_size", default=50272)
     head_dim, biased = width // heads, config.flag("enable_bias", default=True)
     attention = Attention(
-        heads=heads, kv_heads=heads, head_dim=head_dim, value_dim=head_dim,
+        heads=heads, kv_heads=heads, head_dim=head_dim, value_dim=head_dim, softmax_wide=True,
         bias=four(biased), dropout=config.rate("attention_dropout"),
     )  # fmt: skip
     mlp = Mlp(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from keepwise.estimator.families.reader import Config
 from keepwise.estimator.spec import Architecture, Attention, Block, Head, Mlp, Stack
@@ -60,7 +60,8 @@ def vit(config: Config) -> Architecture:
     image, patch = config.size("image_size", default=224), config.size("patch_size", default=16)
     head_dim, biased = width // heads, config.flag("qkv_bias", default=True)
     attention = Attention(
-        heads=heads, kv_heads=heads, head_dim=head_dim, value_dim=head_dim, bias=(biased, biased, biased, True), causal=False,
+        heads=heads, kv_heads=heads, head_dim=head_dim, value_dim=head_dim, softmax_wide=True,
+        bias=(biased, biased, biased, True), causal=False,
         dropout=config.rate("attention_probs_dropout_prob"),
     )  # fmt: skip
     dropout = config.rate("hidden_dropout_prob")
@@ -105,7 +106,9 @@ def t5(config: Config) -> Architecture:
     gated = form.startswith("gated-")
     activation = form.removeprefix("gated-")
     activation = "gelu_new" if form == "gated-gelu" else activation
-    mlp = Mlp(inner=config.size("d_ff", default=2048), activation=activation, gated=gated, dropout=dropout)
+    mlp = Mlp(
+        inner=config.size("d_ff", default=2048), activation=activation, gated=gated, dropout=dropout, widens_inner=True
+    )
     own = Attention(
         heads=heads,
         kv_heads=heads,

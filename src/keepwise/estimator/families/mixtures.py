@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from keepwise.estimator.families.decoders import base_attention, decoder, four, language_head
 from keepwise.estimator.families.reader import Config

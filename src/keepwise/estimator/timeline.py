@@ -1,0 +1,196 @@
+"""The moments of a step on one rank, and the `keepwise` policy that fills a budget.
+
+Moments: forward of each piece; the loss; backward of each piece, when what it rebuilds and the gradients in hand are added to what
+earlier pieces still hold; the optimizer's step. The peak is the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from keepwise.estimator.answer import Categories, Moment
+from keepwise.estimator.graph import Walk
+from keepwise.estimator.layout import Piece
+from keepwise.estimator.policy import Policy
+from keepwise.estimator.setup import Setup
+from keepwise.estimator.states import States, gradient_bytes
+from keepwise.estimator.treatment import Cost, Treatment, keep_all, menu, treatments
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece, or one segment of blocks, with its treatment."""
+
+    pieces: tuple[Piece, ...]
+    """the pieces."""
+    treatment: Treatment
+    """what is done to them."""
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Moments of one rank."""
+
+    moments: tuple[Moment, ...]
+    """the highest moment of each kind."""
+    kept_bytes: int
+    """activations held after forward, micro-batches in flight included."""
+    host_bytes: int
+    """offloaded activations."""
+
+    @property
+    def peak(self) -> Moment:
+        """The highest moment."""
+        return max(self.moments, key=lambda m: m.categories.total)
+
+
+def treat(pieces: Sequence[Piece], policy: Policy, cost: Cost) -> list[Entry]:
+    """Apply a policy that needs no budget; embeddings, ends and head are never rebuilt."""
+    walks: dict[int, Walk] = {id(piece.graph): piece.graph.walk() for piece in pieces}
+    entries: list[Entry] = []
+    run: list[Piece] = []
+
+    def flush() -> None:
+        start = 0
+        for length, treatment in treatments([p.graph for p in run], walks, policy, cost):
+            entries.append(Entry(pieces=tuple(run[start : start + length]), treatment=treatment))
+            start += length
+        run.clear()
+
+    for piece in pieces:
+        if piece.kind == "block" and (not run or run[-1].stack == piece.stack):
+            run.append(piece)
+            continue
+        flush()
+        if piece.kind == "block":
+            run.append(piece)
+        else:
+            entries.append(Entry(pieces=(piece,), treatment=keep_all(piece.graph, walks[id(piece.graph)])))
+    flush()
+    return entries
+
+
+def fill_budget(
+    pieces: Sequence[Piece], setup: Setup, base: States, in_flight: float, budget: int, cost: Cost
+) -> list[Entry]:
+    """The `keepwise` policy: least seconds at or under `budget`; the smallest peak where nothing fits."""
+    start = treat(pieces, Policy(), cost)
+    menus: dict[int, list[Treatment]] = {}
+    for entry in start:
+        graph = entry.pieces[0].graph
+        if entry.pieces[0].kind == "block" and id(graph) not in menus:
+            menus[id(graph)] = menu(graph, graph.walk(), cost)
+    steps: list[tuple[float, int, int]] = []  # price of a byte, entry, point taken
+    for number, entry in enumerate(start):
+        points = menus.get(id(entry.pieces[0].graph), []) if entry.pieces[0].kind == "block" else []
+        for point in range(1, len(points)):
+            saved = points[point - 1].kept_bytes - points[point].kept_bytes
+            price = (points[point].rebuilt_seconds - points[point - 1].rebuilt_seconds) / saved
+            steps.append((price, number, point))
+    steps.sort()
+
+    def taken(count: int) -> list[Entry]:
+        chosen = {number: point for _, number, point in steps[:count]}
+        return [
+            Entry(pieces=e.pieces, treatment=menus[id(e.pieces[0].graph)][chosen[i]]) if i in chosen else e
+            for i, e in enumerate(start)
+        ]
+
+    def peak(count: int) -> int:
+        return timeline(taken(count), setup, base, in_flight).peak.categories.total
+
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        if peak(middle) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return taken(low)
+
+
+def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: float) -> Timeline:
+    """All moments of one rank."""
+    offloaded = "activations" in setup.offload
+    held = [entry.treatment.kept_bytes for entry in entries]
+    host = 0.0
+    beside = _shared_bytes(entries)
+    if offloaded:
+        blocks = [bytes_ for entry, bytes_ in zip(entries, held, strict=True) if entry.pieces[0].kind == "block"]
+        host = in_flight * sum(blocks)
+        held = [0 if entry.pieces[0].kind == "block" else bytes_ for entry, bytes_ in zip(entries, held, strict=True)]
+        beside += 2 * max(blocks, default=0)  # one on its way out or in use, one on its way in
+    whole_head = setup.schedule == "gpipe" and setup.pipeline_parallel > 1
+    repeated = sum(b for entry, b in zip(entries, held, strict=True) if whole_head or entry.pieces[0].kind != "head")
+    others = round(max(0.0, in_flight - 1) * repeated) + beside
+    output = sum(p.graph.user_held for e in entries for p in e.pieces) if setup.output_held else 0
+    fresh = setup.gradients == "fresh" and setup.accumulation == 1
+    appearing = [sum(gradient_bytes(p, setup) for p in e.pieces) if fresh else 0.0 for e in entries]
+    best: dict[str, Moment] = {}
+
+    def note(name: str, gradients: float, kept: int, rebuilt: int, logits: int, temporaries: int) -> None:
+        categories = Categories(
+            parameters=base.parameters,
+            gradients=round(gradients),
+            optimizer=base.optimizer,
+            weight_copies=base.weight_copies,
+            communication=base.communication,
+            inputs=_input_bytes(entries, setup),
+            kept_activations=kept,
+            rebuilt_activations=rebuilt,
+            logits=logits,
+            temporaries=temporaries,
+        )
+        if name not in best or best[name].categories.total < categories.total:
+            best[name] = Moment(name=name, categories=categories)
+
+    before = others
+    for number, (entry, bytes_) in enumerate(zip(entries, held, strict=True)):
+        piece, t = entry.pieces[-1], entry.treatment
+        start_gradients = 0.0 if fresh else float(base.gradients)
+        later_gradients = sum(appearing[number + 1 :]) if fresh else float(base.gradients)
+        is_head = piece.kind == "head"
+        note("forward", start_gradients, before + (0 if is_head else bytes_), 0, t.forward_peak if is_head else 0,
+             0 if is_head else max(0, t.forward_peak - bytes_))  # fmt: skip
+        if is_head:
+            note("loss", later_gradients, before, 0, t.saved_in_peak + output, t.backward_peak - t.saved_in_peak)
+        else:
+            kept_here = min(bytes_, t.saved_in_peak)
+            memory = _memory_gradient(piece)
+            # A tensor on its way back from the host is counted in `beside` already.
+            rebuilt = t.saved_in_peak - (
+                entry.treatment.kept_bytes if offloaded and piece.kind == "block" else kept_here
+            )
+            note(
+                f"backward of {piece.kind if piece.kind != 'block' else 'a block'}",
+                later_gradients, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory,
+            )  # fmt: skip
+        before += bytes_
+    if base.optimizer_workspace:
+        note("optimizer step", sum(appearing) if fresh else float(base.gradients), 0, 0, 0, base.optimizer_workspace)
+    if fresh:
+        note("after backward", sum(appearing), beside, 0, output, 0)
+    return Timeline(moments=tuple(best.values()), kept_bytes=before, host_bytes=round(host))
+
+
+def _shared_bytes(entries: Sequence[Entry]) -> int:
+    """Bytes that all blocks of a stack share: position angles, the encoder's output, masks. Each once."""
+    once: dict[tuple[str, str], int] = {}
+    for entry in entries:
+        for piece in entry.pieces:
+            for v in piece.graph.saved():
+                value = piece.graph.values[v]
+                if value.shared:
+                    once[piece.stack, value.name] = value.num_bytes
+    return sum(once.values())
+
+
+def _memory_gradient(piece: Piece) -> int:
+    """Bytes of the gradient of the encoder's output, which grows while the decoder's backward runs."""
+    return sum(v.num_bytes for v in piece.graph.values if v.shared and v.has_gradient)
+
+
+def _input_bytes(entries: Sequence[Entry], setup: Setup) -> int:
+    """Token numbers and labels, 8 bytes each."""
+    del entries
+    return 2 * 8 * setup.batch * setup.sequence // setup.context_parallel

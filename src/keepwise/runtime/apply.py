@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,22 @@ _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 _PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
+class Chooser(Protocol):
+    """Picks the program for a batch, and learns from the step that it ran."""
+
+    def choose(self, args: Any, kwargs: Any) -> tuple[Program, Any, bool]:
+        """The program, a key of the batch's shapes, and whether even this program is over the budget."""
+        ...
+
+    def knows(self, key: Any) -> bool:
+        """Whether a forward of that key was seen."""
+        ...
+
+    def learn(self, key: Any, saved_bytes: int) -> None:
+        """Told what a forward of that key saved."""
+        ...
+
+
 class Runner:
     """A program at work: makes guards, keeps the statistics of the last step."""
 
@@ -42,6 +58,8 @@ class Runner:
         self.num_paused = 0
         self.audit_every = 0
         self.num_steps = 0
+        self.chooser: Chooser | None = None
+        """Chooses another program for batches of another size; None: one program for all."""
         self.collecting = False
         self.seen: list[StepStats] = []
         """Statistics of the audited steps while `collecting`."""
@@ -51,7 +69,7 @@ class Runner:
         """Whether a forward that starts now should run under a guard."""
         return (
             self.num_paused == 0
-            and not self.program.drops_nothing
+            and (not self.program.drops_nothing or self.chooser is not None)
             and torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()
             and torch._C._autograd._saved_tensors_hooks_is_enabled()
@@ -60,14 +78,13 @@ class Runner:
         )
 
     def begin(self) -> StepStats:
-        """Statistics for a forward that starts now: those of the current step, or new ones when backward has begun since."""
-        if self.stats.num_replays or self.stats.num_saved == 0 or self.num_steps == 0:
-            self.num_steps += 1
-            self.stats = StepStats()
-            self.stats.auditing = bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
-            self.stats.collecting = self.collecting
-            if self.collecting:
-                self.seen.append(self.stats)
+        """New statistics, for a forward pass or a `with plan:` that starts now."""
+        self.num_steps += 1
+        self.stats = StepStats()
+        self.stats.auditing = bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
+        self.stats.collecting = self.collecting
+        if self.collecting:
+            self.seen.append(self.stats)
         return self.stats
 
     def reset(self) -> None:
@@ -76,9 +93,9 @@ class Runner:
         self.seen = []
 
     @contextlib.contextmanager
-    def guard(self, model: nn.Module | None) -> Iterator[Guard]:
+    def guard(self, model: nn.Module | None, program: Program | None = None) -> Iterator[Guard]:
         """Run a piece of a step under a guard."""
-        guard = Guard(self.program, self.begin(), namer_of(model))
+        guard = Guard(program or self.program, self.begin(), namer_of(model))
         outer = getattr(self.local, "guard", None)
         self.local.guard = guard
         try:
@@ -97,8 +114,19 @@ class Runner:
                 guard.restart()
             with guard.on_top():
                 return call(*args, **kwargs)
-        with self.guard(model):
+        chooser = self.chooser
+        if chooser is None:
+            with self.guard(model):
+                return call(*args, **kwargs)
+        program, key, over = chooser.choose(args, kwargs)
+        if program.drops_nothing and chooser.knows(key):
             return call(*args, **kwargs)
+        with self.guard(model, program) as watching:
+            before = watching.stats.saved_bytes
+            result = call(*args, **kwargs)
+        watching.stats.over_budget |= over
+        chooser.learn(key, watching.stats.saved_bytes - before)
+        return result
 
 
 def namer_of(model: nn.Module | None) -> Any:

@@ -329,6 +329,7 @@ class Guard(Watch):
         view = self.view_of(t)
         if view >= 0:
             program = self.program
+            stats.saved_bytes += t.nbytes
             window = program.drops.get((self.place, view))
             if window is None:
                 window = program.drops_by_view.get(view)
@@ -340,6 +341,8 @@ class Guard(Watch):
                     return self._drop(t, view, root, window, run, cell)
                 stats.num_deviations += 1
                 stats.deviation_bytes += program.nbytes[view]
+        elif not t.is_leaf and t.layout is torch.strided:
+            stats.saved_bytes += t.nbytes
         return self.keep(t)
 
     def _drop(self, t: Tensor, view: int, root: int, window: int, run: WindowRun, cell: Cell) -> DroppedSave:

@@ -1,4 +1,4 @@
-"""What happened in the last step."""
+"""What happened in the last step: one forward pass of the model and its backward, or one `with plan:`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class StepStats:
 
     num_saved: int = 0
     """Tensors that autograd saved under the plan."""
+    saved_bytes: int = 0
+    """Bytes of the saved tensors that are no parameters or inputs, each time one is saved."""
     num_dropped: int = 0
     """Saved tensors that were dropped."""
     dropped_bytes: int = 0

@@ -32,6 +32,12 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     bound_seconds: float
     restarts: bool
     """Whether the recorded step begins with the model's forward (else with the user's own step)."""
+    scales: bool = False
+    """Whether batches of other sizes get plans of their own, for the same budget."""
+    batch_key: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the tensors in the recorded batch."""
+    batch_elements: int = 0
+    """Elements in them."""
     notes: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
 

@@ -20,6 +20,7 @@ from keepwise.session.cache import PlanCache
 from keepwise.session.device import auto_budget, device_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
+from keepwise.session.ladder import describe
 from keepwise.session.pins import apply_pins, check_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_schedule
@@ -164,6 +165,7 @@ def fit(
                 step is None,
                 notes,
                 all_batches,
+                scales=step is None and planner == "auto",
             )
             plan = Plan(document)
             if not verify:
@@ -247,19 +249,25 @@ def _document(
     restarts: bool,
     notes: list[str],
     batches: list[Batch],
+    *,
+    scales: bool,
 ) -> PlanDocument:
+    key, elements = describe(batches[0].args, batches[0].kwargs)
     return PlanDocument(
         fingerprint=fingerprint(model),
         step=step,
         schedule=planned.schedule,
         status=planned.status.name,
-        budget_bytes=budget_bytes if budget_bytes is not None else None,
+        budget_bytes=budget_bytes,
         plain_peak_bytes=planned.plain.peak_bytes,
         peak_bytes=planned.timeline.peak_bytes,
         floor_bytes=planned.floor_bytes,
         added_seconds=planned.timeline.added_seconds,
         bound_seconds=planned.bound_seconds,
         restarts=restarts,
+        scales=scales,
+        batch_key=key,
+        batch_elements=elements,
         notes=tuple(notes) + planned.notes,
         shapes=tuple(", ".join(batch_shapes(b)) for b in batches),
     )

@@ -21,6 +21,7 @@ from keepwise.session.budget import show_bytes, show_number, unit_of
 from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute, decisions_of
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
+from keepwise.session.ladder import Ladder
 from keepwise.session.status import Status
 from keepwise.simulate import Timeline, simulate
 
@@ -38,6 +39,15 @@ class Plan:
             restarts=document.restarts,
             budget_bytes=document.budget_bytes,
         )
+        if document.scales and document.budget_bytes is not None:
+            self.runner.chooser = Ladder(
+                document.step,
+                document.budget_bytes,
+                self.runner.program,
+                document.batch_key,
+                document.batch_elements,
+                document.peak_bytes,
+            )
 
     # What was planned.
 

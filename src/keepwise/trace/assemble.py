@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from keepwise.ir import NO_OP, Op, Phase, Read, Save, Step, Storage
+from keepwise.ir import NO_OP, Category, Op, Phase, Read, Save, Step, Storage
 
 if TYPE_CHECKING:
     from keepwise.trace.drafts import OpDraft, SaveDraft, Visit
@@ -70,6 +70,7 @@ def _judge_storages(recorder: Recorder) -> None:
     """Why a storage must not be dropped, from the ops that made and wrote it."""
     table = recorder.table
     constants = _constants(recorder)
+    _date_temporaries(recorder)
     for draft in table.storages:
         if draft.is_leaf and not draft.category.is_static:
             draft.keep("a constant" if draft.id in constants else "made by code that shows no ops")
@@ -83,6 +84,24 @@ def _judge_storages(recorder: Recorder) -> None:
                 draft.keep(f"{op.target}: {why_not}")
         for s in op.writes:
             table.storages[s].keep(f"{op.target}: {why_not}")
+
+
+def _date_temporaries(recorder: Recorder) -> None:
+    """What opaque code makes in backward cannot have been there much before its first use.
+
+    Such code's results in forward count from the beginning instead: their birth is named as an op that makes them, and a replay
+    could believe that.
+    """
+    table = recorder.table
+    seen: set[int] = set()
+    for index, op in enumerate(recorder.ops):
+        for v in op.inputs:
+            draft = table.storages[table.values[v].storage]
+            if draft.id in seen:
+                continue
+            seen.add(draft.id)
+            if draft.is_leaf and draft.category is Category.ACTIVATION and op.phase is Phase.BACKWARD:
+                draft.category, draft.birth = Category.TEMPORARY, index - 1
 
 
 def _constants(recorder: Recorder) -> set[int]:

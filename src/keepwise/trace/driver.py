@@ -18,6 +18,7 @@ from keepwise.trace.admission import Admission
 from keepwise.trace.record import Recording, record
 from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
 from keepwise.trace.static import Leaf, optimizer_tensors
+from keepwise.trace.values import storage_of
 
 Tensor = torch.Tensor
 
@@ -107,7 +108,8 @@ def trace_steps(
             made = {n: p.grad.detach().clone() if p.grad is not None else None for n, p in model.named_parameters()}
         if grads == "fresh":
             gradients.clear()
-        second = one(first.leaves)
+        ours = {t.untyped_storage()._cdata for t in tensors_of(first.result) if storage_of(t) is not None}
+        second = one(tuple(ref for ref in first.leaves if getattr(ref(), "_cdata", None) not in ours))
     return Traced(
         recording=second,
         first=first,

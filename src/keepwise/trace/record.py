@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from keepwise.ir import Step
 from keepwise.trace.admission import Admission
 from keepwise.trace.assemble import assemble
+from keepwise.trace.calibration import dispatch_seconds
 from keepwise.trace.paths import PathTracker, compiled_regions
 from keepwise.trace.recorder import Recorder
 from keepwise.trace.static import Leaf, classify, main_device, register
@@ -94,7 +95,7 @@ def record(
     recorder.table.close()
     classify(recorder.table, model=model, optimizer=optimizer)
     del held
-    overhead = recorder.table.overhead
+    overhead = recorder.table.overhead + len(recorder.ops) * dispatch_seconds()
     where = device if device is not None else main_device(model, inputs)
     return Recording(
         step=assemble(recorder, device=str(where), seconds=max(wall - overhead, 0.0)),

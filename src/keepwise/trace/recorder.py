@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepwise.ir import NO_OP, Category, Phase
 from keepwise.runtime.calls import tensors_in, tensors_out
 from keepwise.runtime.special import replay_arguments
-from keepwise.trace.accumulate import counts_of, is_dense, unshared_counts
 from keepwise.trace.admission import Admission, Effects, schema_effects
+from keepwise.trace.calibration import counts_of, is_dense, unshared_counts
 from keepwise.trace.drafts import OpDraft, current_node
 from keepwise.trace.paths import PathTracker, source_line
 from keepwise.trace.saved import SavedTensors

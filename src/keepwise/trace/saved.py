@@ -3,8 +3,9 @@
 Notes:
 1. A saved tensor is copied away, so that its storage dies when the last holder *other than autograd* lets go. The handle that
    autograd holds instead dies exactly when autograd lets go.
-2. A tensor can be saved before it is written (RReLU's noise, running statistics): an op that writes what was saved just before it
-   renews the copy.
+2. A saved tensor may be written afterwards: by the op that saved it (RReLU's noise, running statistics), through a view with a
+   version counter of its own (the gates of an LSTM cell), or behind autograd's back. Plain autograd reads what is there in
+   backward, so every write renews the copies. The value that counts as saved is the one after the op that saved it.
 3. A restored tensor that requires grad is detached by autograd right away. That op exists only because of our hooks: it is not
    written down.
 4. `torch.func` transforms switch hooks off, and refuse to where some are active: ours step aside for their duration.
@@ -46,6 +47,9 @@ class SavedTensors:
         self._paths = paths
         self._spill = spill
         self._fresh: list[tuple[Saved, WeakTensor]] = []
+        """Saved since the last op returned."""
+        self._packed: dict[int, weakref.WeakSet[Saved]] = {}
+        """Storage -> the handles that stand for copies of it."""
         self._restored: tuple[WeakTensor, TensorObject] | None = None
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
         self._handles: set[weakref.ref[Saved]] = set()
@@ -81,14 +85,17 @@ class SavedTensors:
 
     def op_returned(self, written: dict[int, Incarnation]) -> None:
         """An op is over: renew what it wrote after it was saved (note 2)."""
+        for incarnation in written.values():
+            storage = incarnation.ref() if incarnation.ref is not None else None
+            if incarnation.is_copy or not isinstance(storage, torch.UntypedStorage):
+                continue
+            for saved in tuple(self._packed.get(incarnation.draft.id, ())):
+                saved.copy = self._copy(storage, incarnation)
         if written:
             for saved, ref in self._fresh:
                 t = ref()
-                if t is None or saved.incarnation.draft.id not in written:
-                    continue
-                self.saves[saved.index].value = self._table.read(t)
-                if saved.copy is not None:
-                    saved.copy = self._copy(t, saved.incarnation)
+                if t is not None and saved.incarnation.draft.id in written:
+                    self.saves[saved.index].value = self._table.read(t)
         self._fresh.clear()
 
     # ------------------------------------------------------------------ hooks
@@ -112,7 +119,8 @@ class SavedTensors:
                 self._keep_parts(t)
             else:
                 saved.geometry = Geometry(t)
-                saved.copy = self._copy(t, incarnation)
+                saved.copy = self._copy(t.untyped_storage(), incarnation)
+                self._packed.setdefault(draft.id, weakref.WeakSet()).add(saved)
             self._fresh.append((saved, weakref.ref(t)))
             self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
             return saved
@@ -152,15 +160,16 @@ class SavedTensors:
             t = saved.geometry.on(storage)
         incarnation = table.find(t)
         if is_new or incarnation is None:
-            incarnation = table.add_copy(t, saved.incarnation.draft, saved.copy.version)
+            draft = saved.incarnation.draft
+            incarnation = table.add_copy(t, draft, len(draft.writers))
         return t, table.bind(t, incarnation, producer=NO_OP, like=like)
 
-    def _copy(self, t: Tensor, incarnation: Incarnation) -> Copy:
+    def _copy(self, storage: torch.UntypedStorage, incarnation: Incarnation) -> Copy:
         key = (incarnation.draft.id, incarnation.version)
         copy = self._copies.get(key)
         if copy is None:
             with torch._C._DisableTorchDispatch():
-                copy = Copy(t.untyped_storage(), version=incarnation.version, to_disk=self._spill)
+                copy = Copy(storage, to_disk=self._spill)
             self._copies[key] = copy
         return copy
 

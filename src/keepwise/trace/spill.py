@@ -38,12 +38,11 @@ def can_spill(t: Tensor) -> bool:
 class Copy:
     """A storage's bytes, apart from the storage."""
 
-    __slots__ = ("__weakref__", "_back", "_bytes", "device", "nbytes", "version")
+    __slots__ = ("__weakref__", "_back", "_bytes", "device", "nbytes")
 
-    def __init__(self, storage: torch.UntypedStorage, *, version: int = 0, to_disk: bool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, *, to_disk: bool) -> None:
         self.nbytes = storage.nbytes()
         self.device = storage.device
-        self.version = version
         self._back: weakref.ref[torch.UntypedStorage] | None = None
         self._bytes = _room(self.nbytes, to_disk=to_disk and self.device.type == "cpu")
         self._bytes.copy_(storage, non_blocking=False)

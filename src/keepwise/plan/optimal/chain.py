@@ -41,6 +41,8 @@ class Link:
     """Bytes of the stage's inputs while they are held."""
     level: int
     """Smallest base in the stage's backward, in bytes."""
+    gap_bytes: int
+    """Highest base above `level` after the stage's backward, before that of the next stage to run, in bytes."""
     forward_level: int
     """Smallest base in the stage's forward, in bytes."""
     forward_high: int
@@ -84,7 +86,7 @@ class ChainProgram:
         links: the stages.
         low: bytes that count as zero (at most the smallest level).
         high: largest budget of interest, in bytes.
-        grains: number of grains between.
+        grains: number of grains between, up to a factor of two.
         rounding: `up` for plans that fit, `down` for a bound.
     """
 
@@ -100,7 +102,8 @@ class ChainProgram:
     ) -> None:
         self.links = tuple(links)
         self.low = low
-        self.grain = max(1, -(-(high - low) // grains))
+        # A power of two: sizes are multiples of it, hence little is rounded.
+        self.grain = 1 << max(0, (max(high - low, 1) // grains).bit_length() - 1)
         self.size = -(-(high - low) // self.grain) + 1
         self.up = rounding == "up"
         self.segments = segments
@@ -151,7 +154,7 @@ class ChainProgram:
     def _need(self, s: int, option: Option, forward: bool) -> int:
         """Grains that an option needs in its stage, on the absolute scale."""
         link = self.links[s]
-        need = option.peak_bytes + link.level
+        need = max(option.peak_bytes, link.gap_bytes) + link.level
         if forward:
             need = max(need, option.forward_bytes + link.forward_level)
         return self.grains(need - self.low)
@@ -181,7 +184,7 @@ class ChainProgram:
         if s == t:
             for option in here.options:
                 if not option.held:
-                    need = self.grains(option.peak_bytes)
+                    need = self.grains(max(option.peak_bytes, here.gap_bytes))
                     if need < self.size:
                         np.minimum(best[need:], option.seconds, out=best[need:])
             return best
@@ -203,7 +206,7 @@ class ChainProgram:
             rise = here.level - links[t].level
             for option in here.options:
                 if option.held:
-                    need = max(room, self.grains(option.peak_bytes + rise))
+                    need = max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise))
                     moved = self._shift(tail, held + self.grains(option.held_bytes))
                     self._lower(best, moved + (option.seconds + here.pass_seconds), need)
         return best
@@ -304,7 +307,7 @@ class ChainProgram:
                 options = [
                     o
                     for o in here.options
-                    if not o.held and self.grains(o.peak_bytes) <= m and o.seconds <= value + _TINY
+                    if not o.held and self.grains(max(o.peak_bytes, here.gap_bytes)) <= m and o.seconds <= value + _TINY
                 ]
                 entries.append(StageEntry(stage=s, option=min(options, key=lambda o: o.peak_bytes)))
                 return Pass(entries=tuple(entries))
@@ -322,7 +325,7 @@ class ChainProgram:
         for option in here.options:
             if option.held:
                 rest = m - held - self.grains(option.held_bytes)
-                if rest < 0 or max(room, self.grains(option.peak_bytes + rise)) > m:
+                if rest < 0 or max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise)) > m:
                     continue
                 if float(tail[rest]) + (option.seconds + here.pass_seconds) <= value + _TINY:
                     return StageEntry(stage=s, option=option), s + 1, rest

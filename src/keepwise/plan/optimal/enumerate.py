@@ -10,8 +10,9 @@ of its reading nodes serve the rest from A = K + X. All pairs K <= A and all par
 4. for each K, the best A above it, the replay of X included.
 
 *Small storages* (statistics of a norm, log-sum-exp) are taken as held; together they are below `SMALL_SHARE` of the stage. In the
-*bound* they weigh nothing, nothing is charged for the outer replay's temporaries, and what a window reads is charged to its last
-saved read only; hence it is at most the optimum of the family. The *menu* is priced exactly by `StageProblem.evaluate`.
+*bound* those weigh nothing that a replay makes anyway, nothing is charged for the outer replay's temporaries, and what a window
+reads is charged to its last saved read only; hence it is at most the optimum of the family. The *menu* is priced exactly by
+`StageProblem.evaluate`.
 
 Complexity: ops x nodes^2 x 2^storages bit operations. Above `MAX_SETS` sets, those are left out that an option of the search menu
 beats however they are partitioned (`_worth`).
@@ -35,7 +36,7 @@ MAX_STORAGES = 16
 """Above as many large storages nothing is enumerated."""
 
 MAX_SETS = 2048
-MAX_LIMITS = 256
+MAX_LIMITS = 400
 MAX_NODES = 24
 
 MAX_CHUNK = 1 << 22
@@ -45,8 +46,8 @@ Sets = npt.NDArray[np.bool_]
 Vector = npt.NDArray[np.float64]
 
 
-_Point = tuple[float, float, float, float, int]
-"""Seconds, held bytes, limit on the peak, the next smaller limit, number of the held set."""
+_Point = tuple[float, float, float, float, int, int]
+"""Seconds, held bytes, limit on the peak, the next smaller limit, number of the held set, number of the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,22 +180,32 @@ class _Tables:
         seconds[impossible] = np.inf
         return need, seconds
 
-    def small_cost(self, sets: Sets) -> tuple[Vector, Vector]:
-        """What the small storages cost at least beside each held set: bytes to hold those that no replay makes, or seconds."""
+    def small_cost(self, sets: Sets) -> tuple[list[Vector], Vector]:
+        """What the small storages cost at least beside each set.
+
+        Returns:
+            Bytes of those that no replay makes, hence are held, at each node and (last) altogether; and the seconds that making
+            one of them takes.
+        """
         graph, problem = self.problem.graph, self.problem
         wanted = [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
         need, _ = self.closure(wanted, sets)
-        must = np.zeros(sets.shape[1])
+        must = [np.zeros(sets.shape[1]) for _ in range(len(self.nodes) + 1)]
+        total = np.zeros(sets.shape[1])
         extra = np.full(sets.shape[1], np.inf)
         for p in self.small:
             makers = list(self.indices(graph.makers(problem.storages[p]) or ()) or ())
-            if not makers:
-                must += problem.bytes_of(p)
-                continue
-            absent = ~need[makers].any(axis=0)
-            must += np.where(absent, problem.bytes_of(p), 0.0)
-            extra = np.where(absent, np.minimum(extra, self.seconds[makers].sum()), extra)
-        return must, np.where(np.isfinite(extra), extra, 0.0)
+            absent = ~need[makers].any(axis=0) if makers else np.ones(sets.shape[1], dtype=np.bool_)
+            size = np.where(absent, float(problem.bytes_of(p)), 0.0)
+            storage = problem.storages[p]
+            for n, node in enumerate(self.nodes):
+                if any(first >= node.first for first, _ in problem.reads_of[storage]):
+                    must[n] += size
+            total += size
+            seconds = self.seconds[makers].sum() if makers else np.inf
+            extra = np.where(absent, np.minimum(extra, seconds), extra)
+        must[-1] = total
+        return must, extra
 
     def replay_peak(self, need: Sets, retained: Sequence[tuple[int, Sets]]) -> Vector:
         """High water of each set's replay: its own storages and workspace."""
@@ -283,7 +294,10 @@ class _Windows:
         nodes, count = len(tables.nodes), sets.shape[1]
         self.seconds: dict[tuple[int, int], Vector] = {}
         self.peak: dict[tuple[int, int], Vector] = {}
-        held = tables.held_profile(sets)
+        must, _ = tables.small_cost(sets)
+        held = [
+            own + small for own, small in zip(tables.held_profile(sets), [*must[:-1], np.zeros(count)], strict=True)
+        ]
         self.head = tables.head + held[0]
         for i in range(nodes):
             for j in range(i, nodes):
@@ -338,6 +352,7 @@ class _Windows:
         at = nodes
         while at > 0:
             start = reach[at][2]
+            assert start >= 0, "the limit admits a partition"
             path.append((start, at - 1))
             at = start
         return tuple(reversed(path))
@@ -360,11 +375,14 @@ class _Menu:
         for k in range(sets.shape[1]):
             previous = np.inf
             low = 0.0
-            for limit, value in zip(windows.limits, least[:, k], strict=True):
+            for row, (limit, value) in enumerate(zip(windows.limits, least[:, k], strict=True)):
                 if value < previous - 1e-12:
-                    points.append((float(value), float(size[k] + must[k]), float(limit), low, k))
-                    if must[k]:
-                        points.append((float(value + extra[k]), float(size[k]), float(limit), low, k))
+                    small = float(must[-1][k])
+                    points.append((float(value), float(size[k]) + small, float(limit), low, k, row))
+                    if small and np.isfinite(extra[k]):
+                        points.append(
+                            (float(value + extra[k]), float(size[k]), float(limit) - small, low - small, k, row)
+                        )
                     previous = value
                 low = float(limit)
         return self._price(_undominated(points))
@@ -404,9 +422,8 @@ class _Menu:
         _, seconds = self.tables.closure([(c, goal[c] & ~start[c]) for c in range(len(start))], start)
         return seconds
 
-    def _best_above(self, k: int, limit: float) -> int:
+    def _best_above(self, k: int, row: int) -> int:
         """The A >= K with the least seconds within a limit; K itself where nothing is better."""
-        row = int(np.searchsorted(self.windows.limits, limit))
         above = np.flatnonzero((self.sets >= self.sets[:, [k]]).all(axis=0))
         total = self.windows.best[row, above] + self._outer_seconds(np.full(len(above), k), above)
         if self.windows.best[row, k] <= total.min() + 1e-12:
@@ -419,8 +436,8 @@ class _Menu:
         exact = len(self.windows.limits) < MAX_LIMITS
         bounds: list[Option] = []
         options: list[Option] = []
-        for seconds, size, limit, below, k in points:
-            a = self._best_above(k, limit)
+        for seconds, size, limit, below, k, row in points:
+            a = self._best_above(k, row)
             held = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, k])
             outer = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, a] and not self.sets[c, k])
             bounds.append(
@@ -436,7 +453,7 @@ class _Menu:
                     forward_bytes=problem.forward_peak(held),
                 )
             )
-            partition = self.windows.partition(a, limit)
+            partition = self.windows.partition(a, float(self.windows.limits[row]))
             variants = [(held | small, outer)]
             if not held and small:
                 variants.append((held, outer))

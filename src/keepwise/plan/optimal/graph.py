@@ -78,7 +78,11 @@ class Graph:
         self.made_by = [tuple(b) for b in born]
         self.formal = formally_droppable(step)
         self.droppable = frozenset(s for s in self.formal if self.nbytes[s] > 0 and self.makers(s) is not None)
-        self.base, self.between = self._base()
+        self.base, self.between = self._base(frozenset())
+
+    def hold(self, storages: frozenset[int]) -> None:
+        """Charge droppable storages that every plan holds in the base."""
+        self.base, self.between = self._base(storages)
 
     def is_leaf(self, storage: int) -> bool:
         """Whether a replay finds it without our help (parameters, buffers, inputs)."""
@@ -94,7 +98,7 @@ class Graph:
         v = self.step.values[value]
         return v.version == bisect_left(self.writes[v.storage], self._horizon + 1)
 
-    def _base(self) -> tuple[Bytes, Bytes]:
+    def _base(self, held: frozenset[int]) -> tuple[Bytes, Bytes]:
         change = np.zeros(self.num_moments + 1, dtype=np.int64)
         change[0] = self.step.outside_bytes
         before = change.copy()
@@ -102,7 +106,7 @@ class Graph:
             size = self.nbytes[s.id]
             if not size:
                 continue
-            end = s.held_until if s.id in self.droppable else s.death
+            end = s.held_until if s.id in self.droppable and s.id not in held else s.death
             change[max(s.birth, 0)] += size
             change[min(end, self.num_moments - 1) + 1] -= size
             if s.birth < end:  # live between moments birth+1 .. end

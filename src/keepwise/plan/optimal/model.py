@@ -29,8 +29,6 @@ class Model:
     """Kind -> optimistic options that no option of the family beats; the menu itself where nothing was enumerated."""
     complete: bool
     """Whether every menu was enumerated."""
-    fixed_bytes: int
-    """Bytes of storages that are always held though they could be dropped."""
 
     @property
     def floor_of_base(self) -> int:
@@ -48,8 +46,9 @@ class Model:
                     kind=kind,
                     options=tuple(menus[kind]),
                     input_bytes=sum(problem.cost(s) for s in stage.inputs),
-                    level=problem.level + self.fixed_bytes,
-                    forward_level=problem.forward_level + self.fixed_bytes,
+                    level=problem.level,
+                    gap_bytes=problem.gap_bytes,
+                    forward_level=problem.forward_level,
                     forward_high=int(problem.front.max()),
                     pass_seconds=float("inf") if ops is None else self.graph.seconds(ops),
                     pass_bytes=0 if not ops else self.graph.replay_peak(ops, hand, stage.outputs),
@@ -88,7 +87,6 @@ def build_model(step: Step) -> Model:
             complete &= enumerated
         problems.append(problem)
         numbers.append(kind)
-    fixed = sum(graph.nbytes[s] for s in chain.held)
     return Model(
         graph=graph,
         chain=chain,
@@ -97,5 +95,4 @@ def build_model(step: Step) -> Model:
         menus=menus,
         bounds=bounds,
         complete=complete,
-        fixed_bytes=fixed,
     )

@@ -51,7 +51,8 @@ class StageProblem:
     Attributes:
         storages: the stage's inputs, then its own, then other storages that a window may want to hold, by id in the step.
         level: smallest base in the stage's backward, in bytes.
-        forward_level: the same in its forward.
+        gap_bytes: highest base above the level between its backward and that of the stage before, with shared inputs.
+        forward_level: smallest base in the stage's forward.
     """
 
     def __init__(self, graph: Graph, stage: Stage, always_held: frozenset[int] = frozenset()) -> None:
@@ -64,10 +65,13 @@ class StageProblem:
         self._op_position = {op: i for i, op in enumerate(stage.ops)}
         span = slice(stage.first, stage.last + 1)
         base = graph.base[span]
-        self.level = int(base.min()) if len(base) else 0
+        self.level = int(base.min()) if len(base) else int(graph.base[min(stage.first, graph.num_moments - 1)])
         self.base = base - self.level
         self.between = graph.between[span] - self.level
         front = slice(stage.ops[0], stage.forward_stop)
+        gap = graph.base[stage.last + 1 : stage.gap_stop]
+        self.gap_bytes = int(gap.max()) - self.level if len(gap) else 0
+        self.gap_bytes += sum(self.cost(s) for s in stage.shared)
         self.forward_level = int(graph.base[front].min())
         self.front = graph.base[front] - self.forward_level
         self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage, always_held)

@@ -52,7 +52,10 @@ class Workbench:
     plain: Timeline
     plain_schedule: Schedule
     upper: ChainProgram
+    near: ChainProgram
+    """The menus with bytes rounded down: its plans may be a little over."""
     lower: ChainProgram
+    """The bounds with bytes rounded down."""
     candidates: list[Candidate] = field(default_factory=list)
     """No one beaten by another in peak and time, by rising peak."""
 
@@ -90,7 +93,7 @@ class Workbench:
 
 def _grains(stages: int) -> int:
     """Finer for short chains: the tables cost grains times stages squared."""
-    return max(1500, min(20000, 1_000_000 // max(stages, 1)))
+    return max(2000, min(60_000, 1_500_000 // max(stages, 1)))
 
 
 def workbench(step: Step) -> Workbench:
@@ -110,6 +113,7 @@ def workbench(step: Step) -> Workbench:
             plain=plain,
             plain_schedule=schedule,
             upper=ChainProgram(links, low=low, high=high, grains=grains, rounding="up"),
+            near=ChainProgram(links, low=low, high=high, grains=grains, rounding="down"),
             lower=ChainProgram(model.links(model.bounds), low=low, high=high, grains=grains, rounding="down"),
         )
         bench.offer(schedule)
@@ -170,7 +174,8 @@ def _solve(bench: Workbench, budget_bytes: int, deadline: float, layers: list[st
         if time.perf_counter() > deadline:
             layers.append("time limit")
             return
-    # Rounding up and what the chain charges twice leave room: ask for more, as long as the judge agrees.
+    _round_down(bench, budget_bytes, deadline)
+    # What the chain charges twice leaves room: ask for more, as long as the judge agrees.
     for grains in (1, 2, 4, 8, 16):
         if time.perf_counter() > deadline:
             layers.append("time limit")
@@ -183,6 +188,19 @@ def _solve(bench: Workbench, budget_bytes: int, deadline: float, layers: list[st
     if best is not None:
         layers.append("second solve")
         _smallest_peak(bench, budget_bytes, best.added_seconds)
+
+
+def _round_down(bench: Workbench, budget_bytes: int, deadline: float) -> None:
+    """Plans with bytes rounded down, for ever less, until one fits or is no better than what is there."""
+    target = budget_bytes
+    for _ in range(6):
+        best = bench.best(budget_bytes)
+        if time.perf_counter() > deadline or (best and bench.near.seconds(target) >= best.added_seconds - _TINY):
+            return
+        found = bench.try_chain(bench.near, target)
+        if found is None or found.peak_bytes <= budget_bytes:
+            return
+        target -= max(found.peak_bytes - budget_bytes, bench.near.grain)
 
 
 def _smallest_peak(bench: Workbench, budget_bytes: int, seconds: float) -> None:

@@ -54,7 +54,9 @@ class Stage:
     first: int
     """First moment of its backward; the whole step's first backward moment where it reads nothing."""
     last: int
-    """Last moment of its backward."""
+    """Last moment of its backward at which it reads; `first - 1` if it reads nothing."""
+    gap_stop: int
+    """First moment of the backward of the stage before: what lies between belongs to no stage."""
     forward_stop: int
     """First moment after its forward: where the next stage's forward begins, or the first backward moment of the last stage."""
     key: tuple[object, ...]
@@ -243,7 +245,9 @@ def _consistent(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wi
             break
         groups[bad : bad + 2] = [(groups[bad][0], groups[bad + 1][1], groups[bad][2])]
     decided = {s for stage in stages for s in (*stage.own, *stage.inputs)}
-    return Chain(stages=tuple(stages), held=frozenset(s for s in graph.droppable - decided if graph.reads[s]))
+    held = frozenset(s for s in graph.droppable - decided if graph.reads[s])
+    graph.hold(held)
+    return Chain(stages=tuple(_stages(graph, groups, wide)), held=held)
 
 
 def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: frozenset[int]) -> list[Stage]:
@@ -256,16 +260,11 @@ def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: 
         moments = [m for _, first, last in reads[i] for m in (first, last)]
         bounds[i] = (min(moments), max(moments)) if moments else (following, following - 1)
         following = bounds[i][1] + 1
-    start_of_backward = bounds[-1][0]
     for i, (a, b, inputs) in enumerate(groups):
         ops = tuple(graph.forward[a:b])
         outputs = groups[i + 1][2] if i + 1 < len(groups) else ()
-        # a stage's span reaches to the next reading moment: what happens between belongs to the later-run side
-        first = bounds[i][0]
-        last = bounds[i - 1][0] - 1 if i > 0 else max(bounds[i][1], first - 1)
-        if i == len(groups) - 1:
-            first = min(first, start_of_backward)
-        last = max(last, bounds[i][1]) if reads[i] else last
+        first, last = bounds[i]
+        gap_stop = max(bounds[i - 1][0], last + 1) if i > 0 else graph.num_moments
         born = {s for o in ops for s in graph.made_by[o]}
         mine = set(inputs)
         own = tuple(
@@ -289,6 +288,7 @@ def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: 
                 nodes=nodes,
                 first=first,
                 last=last,
+                gap_stop=gap_stop,
                 forward_stop=stop,
                 key=key,
                 path=path,

@@ -27,7 +27,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         model=type(model).__name__,
         parameters=tuple((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()),
         buffers=tuple((n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()),
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
     )
 
 

@@ -1,0 +1,394 @@
+"""`fit` end to end on small models: the oracle is the plain step, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import keepwise
+from keepwise import InfeasibleBudget, PlanMismatch, Status
+from keepwise._errors import KeepwiseError, UsageError
+from keepwise.measure import allocator_peak
+from tests.session.models import Stack, loss, run, same, stack
+
+PLANNERS = ["none", "full", "every:2", "sqrt", "recursive", "selective", "boundaries:blocks.2,blocks.4", "recompute_everything"]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_named_planners_change_no_bit(planner: str) -> None:
+    model, x = stack(dropout=0.2)
+    plain = run(copy.deepcopy(model), x)
+    plan = keepwise.fit(model, x, loss=loss, planner=planner, budget="max")
+    for _ in range(2):
+        assert same(run(model, x), plain)
+    assert (plan.dropped_bytes > 0) == (planner != "none")
+    assert (plan.stats.num_replays > 0) == (planner != "none")
+
+
+@pytest.mark.parametrize("budget", ["0.9x", "0.7x", "0.5x", "min"])
+def test_the_measured_peak_is_the_predicted_one_and_fits(budget: str) -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget=budget)
+
+    def step() -> None:
+        loss(model(x)).backward()
+
+    step()  # gradients exist from now on, as they do in the step that was planned
+    measured = plan.static_bytes + allocator_peak(step)
+    assert measured == pytest.approx(plan.peak_bytes, rel=0.01)
+    if plan.budget_bytes is not None:
+        assert measured <= plan.budget_bytes * 1.01
+    with plan.paused():
+        assert plan.static_bytes + allocator_peak(step) == pytest.approx(plan.plain_peak_bytes, rel=0.01)
+
+
+def test_less_budget_means_less_memory_and_not_less_time() -> None:
+    model, x = stack()
+    peaks, times = [], []
+    for budget in ("1x", "0.8x", "0.6x", "min"):
+        plan = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget=budget, verify=False)
+        peaks.append(plan.peak_bytes)
+        times.append(plan.added_seconds / plan.step_seconds)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+    assert times[0] == 0
+    assert all(t > 0 for t in times[1:])
+
+
+def test_fit_leaves_everything_as_it_was() -> None:
+    model, x = stack(dropout=0.3)
+    x.requires_grad_()
+    model.register_buffer("counter", torch.zeros(()))
+    loss(model(x)).backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *(g for g in grads.values() if g is not None))]
+    assert x.grad is not None
+    x_grad, x_bytes, version = x.grad, x.detach().clone(), x._version
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    keepwise.fit(model, x, loss=loss, budget="0.7x")
+    assert all(p.grad is grads[n] for n, p in model.named_parameters())
+    after = [*model.parameters(), *model.buffers(), *(g for g in grads.values() if g is not None)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert x.grad is x_grad
+    assert torch.equal(x, x_bytes)
+    assert x._version == version
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+
+
+def test_the_optimizer_counts_and_is_left_alone() -> None:
+    model, x = stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    without = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="max", verify=False)
+    weights = [p.detach().clone() for p in model.parameters()]
+    plan = keepwise.fit(model, x, loss=loss, budget="0.8x", optimizer=optimizer)
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert plan.static_bytes - without.static_bytes == pytest.approx(2 * parameters, rel=0.02)
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    by_class = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="0.8x", optimizer=torch.optim.AdamW, verify=False)
+    assert by_class.static_bytes == plan.static_bytes
+
+
+def test_fresh_gradients_are_not_charged_in_forward() -> None:
+    model, x = stack()
+    held = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="max", verify=False, grads="held")
+    fresh = keepwise.fit(model, x, loss=loss, budget="max", verify=False, grads="fresh")
+    assert fresh.static_bytes < held.static_bytes
+    assert fresh.plain_peak_bytes <= held.plain_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"budget": "lots"}, "no size"),
+        ({"budget": 0}, "positive"),
+        ({"grads": "sometimes"}, "grads"),
+        ({"on_infeasible": "shrug"}, "on_infeasible"),
+        ({"in_flight": 0}, "in_flight"),
+        ({"planner": "nonsense"}, "nonsense"),
+        ({"pin": {"blocks.*": "burn"}}, "burn"),
+        ({"pin": {"nowhere": "keep"}}, "nowhere"),
+        ({"loss": lambda out: out}, "not a scalar"),
+        ({"loss": lambda out: out.detach().sum()}, "require grad"),
+        ({"loss": lambda out: 3.0}, "not a tensor"),
+        ({"loss": None}, "scalar"),
+        ({"optimizer": 3}, "optimizer"),
+    ],
+)
+def test_bad_arguments_give_one_line_and_change_nothing(arguments: dict[str, object], match: str) -> None:
+    model, x = stack()
+    before = type(model), dict(model.__dict__)
+    plain = run(copy.deepcopy(model), x)
+    with pytest.raises(KeepwiseError, match=match) as caught:
+        keepwise.fit(model, x, **{"loss": loss, "budget": "0.7x", **arguments})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert type(model) is before[0]
+    assert model.__dict__.keys() == before[1].keys()
+    assert all(p.grad is None for p in model.parameters())
+    assert same(run(model, x), plain)
+
+
+def test_all_frozen_and_wrong_kinds() -> None:
+    model, x = stack()
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match="frozen"):
+        keepwise.fit(model, x, loss=loss, budget="max")
+    with pytest.raises(UsageError, match="nn.Module"):
+        keepwise.fit(lambda v: v, x, budget="max")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="args must be"):
+        keepwise.fit(Stack(1), 3, budget="max")
+    with pytest.raises(UsageError, match="meta"):
+        keepwise.fit(Stack(1).to("meta"), x, budget="max")
+    with pytest.raises(UsageError, match="model on cpu"):
+        keepwise.fit(Stack(1), torch.empty(2, 2, 16, device="meta"), loss=loss, budget="max")
+
+
+def test_a_budget_below_the_floor() -> None:
+    model, x = stack()
+    with pytest.raises(InfeasibleBudget) as caught:
+        keepwise.fit(model, x, loss=loss, budget="20KiB")
+    error = caught.value
+    assert type(model) is Stack
+    assert error.floor_bytes > 20 * 1024
+    assert str(error.floor_bytes) in str(error)
+    assert "backward" in error.binding or "forward" in error.binding
+    assert "on_infeasible='floor'" in str(error)
+    plan = keepwise.fit(model, x, loss=loss, budget="20KiB", on_infeasible="floor")
+    assert plan.status is Status.INFEASIBLE
+    assert plan.peak_bytes == error.floor_bytes
+    plan.remove()
+    assert keepwise.fit(model, x, loss=loss, budget=error.floor_bytes).peak_bytes <= error.floor_bytes
+
+
+def test_what_the_model_raises_comes_through_and_nothing_is_applied() -> None:
+    class Broken(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise KeyError("mine")
+
+    torch.manual_seed(0)
+    model = Broken(2)
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="mine"):
+        keepwise.fit(model, torch.randn(2, 2, 16), loss=loss, budget="max")
+    assert type(model) is Broken
+    torch.set_rng_state(state)
+
+
+def test_save_load_apply(tmp_path: Path) -> None:
+    model, x = stack(dropout=0.1)
+    plain = run(copy.deepcopy(model), x)
+    plan = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="0.6x")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = keepwise.Plan.load(path)
+    assert str(loaded) == str(plan)
+    assert loaded.decisions == plan.decisions
+    loaded.apply(model)
+    assert same(run(model, x), plain)
+    assert loaded.stats.num_dropped == sum(
+        1 for s in plan.step.saves if plan.step.values[s.value].storage in {d.storage for d in plan.decisions if d.kind == "recompute"}
+    )
+    with pytest.raises(KeepwiseError, match="already"):
+        plan.apply(model)
+    loaded.remove()
+    assert type(model) is Stack
+    for damage, match in ((lambda b: b[: len(b) // 2], "truncated"), (lambda b: b'{"kind": "other"}', "no plan")):
+        path.write_bytes(damage(plan_bytes := (path.read_bytes())))
+        with pytest.raises(PlanMismatch, match=match):
+            keepwise.Plan.load(path)
+        path.write_bytes(plan_bytes)
+    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":99', 1))
+    with pytest.raises(PlanMismatch, match="version 99"):
+        keepwise.Plan.load(path)
+    with pytest.raises(FileNotFoundError):
+        keepwise.Plan.load(tmp_path / "absent.json")
+
+
+def test_a_plan_for_another_model_names_the_first_difference() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.7x", verify=False)
+    with pytest.raises(PlanMismatch, match=r"blocks\.0\.norm\.weight \[8\]|blocks\.0\.norm\.weight"):
+        plan.apply(Stack(6, width=8))
+    with pytest.raises(PlanMismatch, match=r"blocks\.6"):
+        plan.apply(Stack(7))
+    frozen = Stack(6)
+    frozen.blocks[0].up.weight.requires_grad_(False)
+    with pytest.raises(PlanMismatch, match="frozen"):
+        plan.apply(frozen)
+
+
+def test_keepwise_0_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWISE", "0")
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.5x")
+    assert plan.status is Status.INERT
+    assert type(model) is Stack
+    with plan:
+        run(model, x)
+    assert plan.stats.num_saved == 0
+
+
+def test_fit_again_replaces_the_plan_and_a_failed_fit_keeps_it() -> None:
+    model, x = stack()
+    first = keepwise.fit(model, x, loss=loss, budget="0.8x", verify=False)
+    with pytest.raises(InfeasibleBudget):
+        keepwise.fit(model, x, loss=loss, budget="20KiB")
+    run(model, x)
+    assert first.stats.num_dropped > 0
+    second = keepwise.fit(model, x, loss=loss, budget="0.6x", verify=False)
+    run(model, x)
+    assert second.stats.num_dropped > 0
+    second.remove()
+    assert type(model) is Stack
+
+
+def test_explain_and_str_name_numbers_and_reasons() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x", pin={"blocks.0": "keep"}, verify=False)
+    first = str(plan).splitlines()[0]
+    assert first.startswith("keepwise: ")
+    assert "budget" in first
+    assert "% time" in first
+    assert repr(plan) == first
+    text = plan.explain("blocks.0")
+    assert "pinned by the user" in text
+    assert "recompute" not in text
+    assert "recompute" in plan.explain("blocks.*")
+    with pytest.raises(UsageError, match="blocks"):
+        plan.explain("nowhere")
+    assert plan.kept_bytes + plan.dropped_bytes + plan.packed_bytes + plan.offloaded_bytes == sum(d.nbytes for d in plan.decisions)
+    assert all(isinstance(v, float) for v in plan.metrics().values())
+
+
+def test_cache_reuses_a_plan(tmp_path: Path) -> None:
+    model, x = stack()
+    said: list[str] = []
+    first = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="0.7x", cache=tmp_path, progress=said.append)
+    assert "recording two steps" in said
+    said.clear()
+    plain = run(copy.deepcopy(model), x)
+    again = keepwise.fit(model, x, loss=loss, budget="0.7x", cache=tmp_path, progress=said.append)
+    assert said == ["reusing a cached plan"]
+    assert again.decisions == first.decisions
+    assert same(run(model, x), plain)
+    said.clear()
+    keepwise.fit(copy.deepcopy(model).requires_grad_(True), x[:32], loss=loss, budget="0.7x", cache=tmp_path, progress=said.append)
+    assert "recording two steps" in said
+
+
+def test_a_loader_with_200_lengths_needs_a_handful_of_plans() -> None:
+    model, _ = stack(depth=4)
+    twin = copy.deepcopy(model)
+    longest = torch.randn(8, 220, 16)
+    plan = keepwise.fit(model, longest, loss=loss, budget="0.7x")
+    lengths = list(range(20, 221))
+    random.Random(0).shuffle(lengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in lengths:
+            x = longest[:, :n]
+            assert same(run(model, x), run(twin, x))
+            assert not plan.stats.over_budget
+    chooser = plan.runner.chooser
+    assert chooser is not None
+    assert chooser.num_plans <= 8  # type: ignore[attr-defined]
+
+
+def test_a_batch_that_cannot_fit_is_announced_once() -> None:
+    model, x = stack(depth=4)
+    plan = keepwise.fit(model, x, loss=loss, budget="0.5x")
+    large = torch.cat([x] * 6)
+    with pytest.warns(UserWarning, match="the budget is"):
+        run(model, large)
+    assert plan.stats.over_budget
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, large)
+
+
+def test_step_form_covers_several_forwards() -> None:
+    model, x = stack(dropout=0.2)
+    twin = copy.deepcopy(model)
+
+    def step(m: nn.Module) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in x.chunk(2):
+            value = loss(m(part)) / 2
+            value.backward()
+            total = total + value.detach()
+        return total
+
+    def observe(m: nn.Module, plan: keepwise.Plan | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        m.zero_grad()
+        if plan is None:
+            value = step(m)
+        else:
+            with plan:
+                value = step(m)
+        return [value, *(p.grad.clone() for p in m.parameters() if p.grad is not None), torch.get_rng_state()]
+
+    plan = keepwise.fit(model, step=lambda: step(model), budget="0.6x")
+    assert same(observe(model, plan), observe(twin, None))
+    assert plan.stats.num_dropped > 0
+    with pytest.raises(UsageError, match="not both"):
+        keepwise.fit(twin, x, step=lambda: step(twin), budget="max")
+
+
+def test_verify_proves_and_restores() -> None:
+    model, x = stack(dropout=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plan = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="0.6x")
+    weights = [p.detach().clone() for p in model.parameters()]
+    proof = keepwise.verify(model, x, plan=plan, loss=loss, optimizer=optimizer, steps=3)
+    assert proof.identical
+    assert proof.recomputed_identical
+    assert proof.repeatable
+    assert set(proof.compared) == {"loss", "outputs", "gradients", "buffers", "rng", "parameters"} - {"buffers"}
+    assert proof.num_replays_compared > 0
+    assert len(set(proof.digests)) == 3
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert not optimizer.state
+    assert "identical bit for bit over 3 steps" in str(proof)
+
+
+def test_verify_gives_no_verdict_where_plain_does_not_repeat() -> None:
+    import os
+
+    class Leaky(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + int.from_bytes(os.urandom(2), "little")
+
+    torch.manual_seed(0)
+    model, x = Leaky(4), torch.randn(64, 32, 16)
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x")
+    assert "not repeatable" in str(plan)
+    proof = keepwise.verify(model, x, plan=plan, loss=loss)
+    assert proof.identical is None
+    assert not proof.repeatable
+    assert proof.recomputed_identical
+
+
+def test_frontier_is_monotone_and_has_a_knee() -> None:
+    model, x = stack()
+    found = keepwise.frontier(model, x, loss=loss, points=6)
+    assert len(found.points) == 6
+    peaks = [p.peak_bytes for p in found.points]
+    times = [p.added_seconds for p in found.points]
+    assert peaks == sorted(peaks)
+    assert times == sorted(times, reverse=True)
+    assert all(p.peak_bytes <= p.budget_bytes for p in found.points)
+    assert found.knee in found.points
+    assert type(model) is Stack
+    with pytest.raises(UsageError):
+        keepwise.frontier(model, x, loss=loss, points=1)

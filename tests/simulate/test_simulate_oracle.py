@@ -11,7 +11,7 @@ from keepwise.ir import Schedule, Step, Window
 from keepwise.plan import get_planner
 from keepwise.simulate import ScheduleError, simulate
 from tests.simulate.oracle import Oracle, Refused
-from tests.steps import chain, gpt_like, in_place_stream, random_steps, unet_like
+from tests.steps import accumulated, chain, gpt_like, in_place_stream, random_steps, read_twice, unet_like
 
 PLANNERS = ["none", "full", "every:2", "sqrt", "recursive", "selective", "recompute_everything"]
 
@@ -41,8 +41,16 @@ def test_random_steps_under_named_planners(step: Step, planner: str) -> None:
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize(
     "step",
-    [chain(9), gpt_like(3, dropout=True, optimizer=True), gpt_like(2, grads="fresh"), unet_like(2), in_place_stream(4)],
-    ids=["chain", "gpt", "fresh", "unet", "stream"],
+    [
+        chain(9),
+        gpt_like(3, dropout=True, optimizer=True),
+        gpt_like(2, grads="fresh"),
+        unet_like(2),
+        in_place_stream(4),
+        accumulated(2, 4),
+        read_twice(4),
+    ],
+    ids=["chain", "gpt", "fresh", "unet", "stream", "accumulated", "twice"],
 )
 def test_families_under_named_planners(step: Step, planner: str) -> None:
     assert assert_agree(step, get_planner(planner).plan(step, None))

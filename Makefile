@@ -34,6 +34,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 demo: install
 	$(BIN)/keepwise fit gpt2 --budget 0.6x
 
+# Tests run on tensors so small that threads only cost time, most of all on a machine that has other work to do.
+test test-all: export OMP_NUM_THREADS ?= 1
+
 test: install
 	$(BIN)/python -m pytest -m "not slow"
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from keepwise.trace.admission import Admission
+from keepwise.trace.quiet import quiet
 from keepwise.trace.record import Recording, record
 from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
 from keepwise.trace.static import Leaf, optimizer_tensors
@@ -70,14 +71,15 @@ def trace_steps(
     """
     began = time.perf_counter()
     admission = admission if admission is not None else Admission()
-    given = tensors_of(inputs)
-    parameters = list(model.parameters()) if model is not None else []
-    buffers = list(model.buffers()) if model is not None else []
-    gradients = Gradients([*parameters, *given])
-    attributes = Attributes(model)
-    generators = Generators()
-    contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
-    optimizer_state = OptimizerState(optimizer)
+    with quiet():
+        given = tensors_of(inputs)
+        parameters = list(model.parameters()) if model is not None else []
+        buffers = list(model.buffers()) if model is not None else []
+        gradients = Gradients([*parameters, *given])
+        attributes = Attributes(model)
+        generators = Generators()
+        contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
+        optimizer_state = OptimizerState(optimizer)
     own: dict[int, tuple[torch.Generator, Tensor]] = {}
     made: dict[str, Tensor | None] = {}
     changed: list[int] = []
@@ -96,16 +98,21 @@ def trace_steps(
         )
 
     with contextlib.ExitStack() as afterwards:  # All of it happens, in the reverse order, whatever fails.
-        afterwards.callback(lambda: [g.set_state(state) for g, state in own.values()])
-        afterwards.callback(generators.restore)
-        afterwards.callback(attributes.restore)
-        afterwards.callback(lambda: changed.append(contents.restore()))
-        afterwards.callback(optimizer_state.restore)
-        afterwards.callback(gradients.restore)
+        undo = (
+            lambda: [g.set_state(state) for g, state in own.values()],
+            generators.restore,
+            attributes.restore,
+            lambda: changed.append(contents.restore()),
+            optimizer_state.restore,
+            gradients.restore,
+        )
+        for step_back in undo:
+            afterwards.callback(_quietly, step_back)
         gradients.clear()
         first = one(())
         if model is not None:
-            made = {n: p.grad.detach().clone() if p.grad is not None else None for n, p in model.named_parameters()}
+            with quiet():
+                made = {n: p.grad.detach().clone() if p.grad is not None else None for n, p in model.named_parameters()}
         if grads == "fresh":
             gradients.clear()
         ours = {t.untyped_storage()._cdata for t in tensors_of(first.result) if storage_of(t) is not None}
@@ -118,6 +125,11 @@ def trace_steps(
         num_changed=changed[0],
         seconds=time.perf_counter() - began,
     )
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with quiet():
+        call()
 
 
 class OptimizerState:

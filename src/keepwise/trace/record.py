@@ -16,6 +16,7 @@ from keepwise.trace.admission import Admission
 from keepwise.trace.assemble import assemble
 from keepwise.trace.calibration import dispatch_seconds
 from keepwise.trace.paths import PathTracker, compiled_regions
+from keepwise.trace.quiet import quiet
 from keepwise.trace.recorder import Recorder
 from keepwise.trace.static import Leaf, classify, main_device, register
 
@@ -72,14 +73,15 @@ def record(
         spill: put saved tensors into files (else into memory) meanwhile.
         leaves: `Recording.leaves` of an earlier step: storages that existed before this one.
         device: what `Step.device` shall be; by default that of the first parameter or input.
-        generators: filled with the user's own generators and their first states, by id, also where `run` raises.
+        generators: filled with the user's own generators and their first states, by `_cdata`, also where `run` raises.
 
     Raises:
         Exception: whatever `run` raises; no hook, mode or handler stays behind.
     """
     paths = PathTracker(model)
     recorder = Recorder(paths=paths, admit=admit, spill=spill, generators=generators)
-    held = register(recorder.table, model=model, optimizer=optimizer, inputs=inputs, leaves=leaves)
+    with quiet():
+        held = register(recorder.table, model=model, optimizer=optimizer, inputs=inputs, leaves=leaves)
     calls: list[list[int]] = []
 
     def on_root(begins: bool) -> None:
@@ -93,10 +95,11 @@ def record(
     result = _run_under(recorder, run)
     wall = time.perf_counter() - began
     recorder.table.close()
-    classify(recorder.table, model=model, optimizer=optimizer)
-    del held
+    with quiet():
+        classify(recorder.table, model=model, optimizer=optimizer)
+        del held
+        where = device if device is not None else main_device(model, inputs)
     overhead = recorder.table.overhead + len(recorder.ops) * dispatch_seconds()
-    where = device if device is not None else main_device(model, inputs)
     return Recording(
         step=assemble(recorder, device=str(where), seconds=max(wall - overhead, 0.0)),
         result=result,

@@ -109,8 +109,9 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         self.table.clock = index
         for a in (*args, *kwargs.values()):
-            if isinstance(a, torch.Generator) and id(a) not in self.generators:
-                self.generators[id(a)] = (a, a.get_state())
+            if isinstance(a, torch.Generator):
+                key: int = getattr(a, "_cdata")  # noqa: B009 - the object that arrives here is a new one each time
+                self.generators.setdefault(key, (a, a.get_state()))
         return op, tensors, incarnations
 
     def _phase(self) -> Phase:

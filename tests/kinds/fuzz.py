@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .parts import Module
@@ -55,10 +56,14 @@ class Spec:
     """Batch size of each step."""
     num_outputs: int
     """How many of the newest values the loss reads."""
+    ambient: str = ""
+    """What is active around the whole step, backward included; a name in `AMBIENT`."""
 
     def __str__(self) -> str:
         lines = [f"    {n}: " + ", ".join(f"{i.op}({i.a}, {i.b}, {i.k})" for i in b) for n, b in enumerate(self.blocks)]
-        return "\n".join([f"order {self.order}, sizes {self.sizes}, outputs {self.num_outputs}", *lines])
+        return "\n".join(
+            [f"order {self.order}, sizes {self.sizes}, outputs {self.num_outputs}, ambient {self.ambient!r}", *lines]
+        )
 
 
 class Machine(Module):
@@ -424,7 +429,8 @@ def specs(draw: st.DrawFn, most_lines: int = 8) -> Spec:
     blocks = draw(st.lists(st.lists(instructions(), min_size=2, max_size=most_lines), min_size=1, max_size=3))
     order = draw(st.lists(st.integers(0, len(blocks) - 1), min_size=1, max_size=4))
     sizes = draw(st.sampled_from([(4, 4, 4), (3, 3, 5), (4, 2, 4), (5, 5, 1)]))
-    return Spec(tuple(map(tuple, blocks)), tuple(order), sizes, draw(st.integers(1, 4)))
+    ambient = draw(st.sampled_from(["", "", "", *AMBIENT]))
+    return Spec(tuple(map(tuple, blocks)), tuple(order), sizes, draw(st.integers(1, 4)), ambient)
 
 
 def _inputs(spec: Spec, i: int, built: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -446,6 +452,29 @@ def _loss(out: Any) -> torch.Tensor:
     return torch.stack([t.sin().mean() for t in out if t.numel()]).sum()
 
 
+class _Rounding(TorchDispatchMode):
+    """A user's mode that changes results, in forward and in backward, but must not reach a replay."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        rounded = func in (torch.ops.aten.tanh.default, torch.ops.aten.sin.default, torch.ops.aten.silu.default)
+        return out * 0.75 if rounded else out
+
+
+AMBIENT: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "mode": _Rounding,
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+}
+
+
+def _ambient_step(ambient: str, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
+    with AMBIENT[ambient]():
+        loss = loss_fn(model(*args, **kwargs))
+        loss.backward()
+    return loss
+
+
 def program_of(spec: Spec) -> Program:
     """The program that carries out a specification."""
 
@@ -459,6 +488,7 @@ def program_of(spec: Spec) -> Program:
         build=build,
         why="hypothesis made it",
         inputs=functools.partial(_inputs, spec),
+        step=functools.partial(_ambient_step, spec.ambient) if spec.ambient else None,
         between=_next_step,
         observe=_generators,
         restored=frozenset({"generators"}),

@@ -45,10 +45,12 @@ RATE = 0.02
 class PlanLike(Protocol):
     """What the harness uses of a plan."""
 
-    dropped_bytes: int
-    packed_bytes: int
-    offloaded_bytes: int
-
+    @property
+    def dropped_bytes(self) -> int: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def offloaded_bytes(self) -> int: ...
     def apply(self, model: nn.Module) -> Any: ...
     def remove(self) -> Any: ...
     def __enter__(self) -> Any: ...
@@ -112,9 +114,11 @@ def _named_args(args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"argument {k}", leaf
 
 
-def gradients(case: Case) -> dict[str, Any]:
+def gradients(case: Case, of_arguments: bool = True) -> dict[str, Any]:
     """Gradients of parameters and arguments, copied."""
-    leaves = [*case.model.named_parameters(), *_named_args(case.args, case.kwargs)]
+    leaves: list[tuple[str, torch.Tensor]] = list(case.model.named_parameters())
+    if of_arguments:
+        leaves.extend(_named_args(case.args, case.kwargs))
     return {name: frozen(leaf.grad) for name, leaf in leaves if leaf.is_leaf}
 
 
@@ -135,6 +139,9 @@ def steps(program: Program, built: Case, plan: PlanLike | None = None, meter: An
     """Take the program's steps and record each."""
     out: list[Record] = []
     model = built.model
+    for _, leaf in _named_args(built.args, built.kwargs):
+        if leaf.is_leaf:
+            leaf.grad = None  # a step that was planned on may have left one; `fit` does not know what `step` holds
     seed_all(99)
     for i in range(program.num_steps):
         if i:
@@ -205,7 +212,7 @@ def untouched(program: Program, built: Case) -> dict[str, Any]:
     model = built.model
     seen = {} if program.observe is None or not program.restored else dict(program.observe(model))
     return {
-        "gradients": gradients(built),
+        "gradients": gradients(built, of_arguments=program.step is None),
         "tensors": tensors(model),
         "arguments": {name: frozen(t) for name, t in _named_args(built.args, built.kwargs)},
         "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},

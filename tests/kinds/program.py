@@ -108,8 +108,8 @@ class Program:
     """Runs no dispatch mode well: its ops are not listed."""
     slow: bool = False
     """Takes seconds: left to `make test-all`."""
-    mutates_inputs: bool = False
-    """A step writes to its arguments, so `fit` has to put their bytes back."""
+    heavy: bool = False
+    """Planning it for a budget takes seconds: with budgets it is left to `make test-all`."""
 
     @property
     def id(self) -> str:

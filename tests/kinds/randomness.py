@@ -386,7 +386,7 @@ def variational_dropout() -> Case:
     return case(Locked(), torch.randn(5, 3, 8))
 
 
-@PROGRAMS.add("LSTM layers draw between layers inside one call", ops=("bernoulli",))
+@PROGRAMS.add("LSTM layers draw between layers inside one call", heavy=True, ops=("bernoulli",))
 def recurrent_dropout() -> Case:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -94,7 +94,7 @@ def _accumulate(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tens
     return total
 
 
-@PROGRAMS.add("gradients are accumulated over micro-batches of several lengths", step=_accumulate)
+@PROGRAMS.add("gradients are accumulated over micro-batches of several lengths", step=_accumulate, heavy=True)
 def accumulation() -> Case:
     return case(_Tokens().train(), *(tokens(2, n) for n in (4, 13, 7, 10)), loss=lambda o: o)
 
@@ -114,6 +114,7 @@ def _accumulate_then_step(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> 
 @PROGRAMS.add(
     "an optimizer step after each two micro-batches of different shape",
     step=_accumulate_then_step,
+    heavy=True,
     update=False,
     python_state=True,
 )

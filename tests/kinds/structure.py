@@ -130,7 +130,7 @@ def iterators_as_arguments() -> Case:
     return case(Net(), xs, [torch.randn(4, 8) for _ in range(3)])
 
 
-@PROGRAMS.add("the result is a generator: the model's code runs while the loss is computed")
+@PROGRAMS.add("the result is a generator: the model's code runs while the loss is computed", may_drop_nothing=True)
 def lazy_result() -> Case:
     class Lazy(Stack):
         def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -142,7 +142,9 @@ def lazy_result() -> Case:
     return case(Lazy(), torch.randn(4, 8), loss=lambda parts: sum(p.square().mean() for p in parts))
 
 
-@PROGRAMS.add("packed sequences in and out, state carried over", observe=attributes("types"), python_state=True)
+@PROGRAMS.add(
+    "packed sequences in and out, state carried over", heavy=True, observe=attributes("types"), python_state=True
+)
 def packed_sequences() -> Case:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -553,7 +555,7 @@ def unrolled_solver() -> Case:
     return case(Solver(), torch.randn(4, 4))
 
 
-@PROGRAMS.add("very deep and narrow: what is kept for a layer must be smaller than the layer")
+@PROGRAMS.add("very deep and narrow: what is kept for a layer must be smaller than the layer", heavy=True)
 def deep_and_narrow() -> Case:
     class Thin(nn.Module):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ def _cases() -> list[Any]:
     cases = []
     for how in HOWS:
         for program in programs():
-            slow = program.slow or how == "0.6x"
+            slow = program.slow or how == "0.6x" or (program.heavy and how != "everything")
             marks = [pytest.mark.slow] if slow else []
             cases.append(pytest.param(program, how, id=f"{program.id}-{how}", marks=marks))
     return cases

@@ -1,0 +1,136 @@
+"""Two gloo processes: planned before and after wrapping, against plain DDP in the same processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import keepwise
+
+if not hasattr(keepwise, "fit"):
+    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
+
+from .compare import mapping_differences
+from .ddp import Skipping, one_process_group
+from .harness import options, seed_all
+from .parts import Stack
+from .program import mean_square
+
+SCENARIOS = ("before", "after", "no_sync", "unused", "buckets")
+
+
+def _batches(rank: int) -> list[torch.Tensor]:
+    seed_all(10 + rank)
+    return [torch.randn(4, 8) for _ in range(3)]
+
+
+def _wrapped(model: nn.Module, scenario: str) -> Any:
+    unused, views = scenario == "unused", scenario == "buckets"
+    return DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=views)
+
+
+def _train(model: Any, rank: int, scenario: str) -> list[dict[str, Any]]:
+    records = []
+    for k, x in enumerate(_batches(rank)):
+        model.zero_grad(set_to_none=True)
+        seed_all(20 + k)
+        if scenario == "no_sync":
+            with model.no_sync():
+                mean_square(model(x * 2)).backward()
+        loss = mean_square(model(x, k % 3) if scenario == "unused" else model(x))
+        loss.backward()
+        grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        records.append({"loss": loss.detach(), **grads})
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-0.05)
+    return records
+
+
+def _model() -> nn.Module:
+    seed_all(1)
+    return Skipping()
+
+
+def _scenario(rank: int, scenario: str, how: str) -> list[str]:
+    plain = _train(_wrapped(_model(), scenario), rank, scenario)
+    model: Any = _model()
+    x = _batches(rank)[0]
+    if scenario == "before":
+        plan = keepwise.fit(model, (x,), loss=mean_square, **options(how))
+        model = _wrapped(model, scenario)
+    else:
+        model = _wrapped(model, scenario)
+        plan = keepwise.fit(model, (x,), loss=mean_square, **options(how))
+    got = _train(model, rank, scenario)
+    found = [
+        f"step {k}: {t}" for k, (a, b) in enumerate(zip(plain, got, strict=True)) for t in mapping_differences(a, b)
+    ]
+    if how == "everything" and not plan.dropped_bytes:
+        found.append("nothing is dropped")
+    schedules: list[Any] = [None, None]
+    dist.all_gather_object(schedules, [(type(d).__name__, d.nbytes) for d in plan.decisions])
+    if schedules[0] != schedules[1]:
+        found.append("the ranks have different plans")
+    plan.remove()
+    return found
+
+
+def _work(rank: int, path: str, how: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    found = {}
+    for scenario in SCENARIOS:
+        try:
+            found[scenario] = _scenario(rank, scenario, how)
+        except Exception:
+            found[scenario] = [traceback.format_exc()[-600:]]
+        dist.barrier()
+    results.put((rank, found))
+    dist.destroy_process_group()
+
+
+def _two_processes(how: str) -> dict[str, list[str]]:
+    context = multiprocessing.get_context("spawn")
+    handle, path = tempfile.mkstemp()
+    os.close(handle)
+    os.unlink(path)
+    results = context.Queue()
+    workers = [context.Process(target=_work, args=(rank, path, how, results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        gathered = dict(results.get(timeout=120) for _ in workers)
+    finally:
+        for worker in workers:
+            worker.join(timeout=10)
+            if worker.is_alive():
+                worker.terminate()
+    return {s: [f"rank {rank}: {text}" for rank in (0, 1) for text in gathered[rank][s]] for s in SCENARIOS}
+
+
+@pytest.mark.parametrize("how", ["everything", pytest.param("min", marks=pytest.mark.slow)])
+def test_two_processes(how: str) -> None:
+    found = _two_processes(how)
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+def test_sharded_parameters_get_one_clear_error_or_work() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    one_process_group()
+    seed_all(1)
+    model: Any = fully_shard(Stack())
+    with pytest.raises(keepwise.KeepwiseError, match=r"FSDP|DTensor|shard"):
+        keepwise.fit(model, (torch.randn(4, 8),), loss=mean_square, budget="max")

@@ -78,7 +78,7 @@ class Region(Watch):
             return result  # note 3
         self._number(call, tensors, result)
         self.bind(call.outs, result)
-        self.run.add(call)
+        self.run.add(call, result)
         return result
 
     def _capture(

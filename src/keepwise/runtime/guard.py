@@ -247,7 +247,7 @@ class Guard(Watch):
                     run.closed = True
         result = func(*args, **(kwargs or {}))
         for run, call in captured:
-            run.add(call)
+            run.add(call, result)
         if entry.finishes:
             for save in self.pending.pop(entry.index, ()):
                 if any(run is save.run for run, _ in captured):

@@ -25,6 +25,7 @@ from keepwise.runtime.calls import tensors_out
 from keepwise.runtime.clean import RandomState, call_with_state, clean
 from keepwise.runtime.digest import digest
 from keepwise.runtime.holding import Namer, check_version, version_of
+from keepwise.runtime.reuse import Form, form_of
 from keepwise.runtime.stats import StepStats
 
 Tensor = torch.Tensor
@@ -66,6 +67,7 @@ class Call:
     __slots__ = (
         "args",
         "copies",
+        "form",
         "frees",
         "func",
         "hold_places",
@@ -107,6 +109,8 @@ class Call:
         self.outs = outs
         self.random = random
         self.where = where
+        self.form: Form | None = None
+        """How to write the result into given memory, if that is possible."""
         self.frees: tuple[int, ...] = ()
         self.writes: tuple[int, ...] = ()
         """Views among the sources that it writes; only filled where calls are sliced."""
@@ -151,9 +155,10 @@ class WindowRun:
         self.slicing = slicing
         """Whether only the calls that living cells need are replayed (recordings made without a plan)."""
 
-    def add(self, call: Call) -> None:
+    def add(self, call: Call, result: Any) -> None:
         """Append a captured call whose op has run."""
         assert self.calls is not None
+        call.form = form_of(call.func, result)
         self.calls.append(call)
         self.made.update(call.outs)
         for i, (held, _) in enumerate(call.holds):
@@ -269,15 +274,17 @@ class WindowRun:
             if cell.tensor is None:
                 run.fetch_for_inner(cell)
         env: dict[int, Tensor] = {}
+        spare: list[Tensor] = []
         cells = self.cells
         with clean():
-            _set_frees(calls)
+            _set_frees(calls, {c.geometry.root for c in cells.values() if c.geometry is not None})
             for call in calls:
                 for held, version in call.holds:
                     if version_of(held) != version:
                         name = self.namer(held) if self.namer else ""
                         check_version(held, version, name, f" by {call.where}, which is to be replayed")
-                self._run(call, env, cells)
+                self._run(call, env, cells, spare)
+            spare.clear()
             for cell in cells.values():
                 if cell.tensor is None and cell.geometry is not None:
                     base = cells.get(cell.geometry.root)
@@ -299,7 +306,13 @@ class WindowRun:
             assert cell.tensor is not None
             return cell.tensor
 
-    def _run(self, call: Call, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell]) -> None:
+    def _run(
+        self,
+        call: Call,
+        env: dict[int, Tensor],
+        cells: weakref.WeakValueDictionary[int, Cell],
+        spare: list[Tensor],
+    ) -> None:
         for (container, key), (view, cell, geometry) in zip(call.places, call.sources, strict=True):
             if cell is not None:
                 t = cell.tensor
@@ -312,9 +325,14 @@ class WindowRun:
         for i in call.copies:
             container, key = call.places[i]
             container[key] = copy_whole(container[key])
+        room = None if call.form is None else _room(call, call.form, env, cells, spare)
+        spare.clear()
         try:
             kwargs = call.kwargs or {}
-            if call.random is None:
+            if room is not None:
+                assert call.form is not None
+                result = call.form.func(*call.args, **kwargs, out=room)
+            elif call.random is None:
                 result = call.func(*call.args, **kwargs)
             else:
                 result = call_with_state(call.func, tuple(call.args), kwargs, call.random)
@@ -334,7 +352,24 @@ class WindowRun:
                     if view in cells:
                         cells[view].tensor = t
         for view in call.frees:
-            env.pop(view, None)
+            t = env.pop(view, None)
+            if t is not None and t is not result:
+                spare.append(t)
+
+
+def _room(
+    call: Call, form: Form, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell], spare: list[Tensor]
+) -> Tensor | None:
+    """Memory that is free for the result of a call (see `reuse`)."""
+    if form.pointwise:
+        for view, cell, geometry in call.sources:
+            if cell is None and geometry is None and view in call.frees and view not in cells and form.fits(env[view]):
+                return env[view]
+    while spare:
+        t = spare.pop()
+        if form.fits(t):
+            return t
+    return None
 
 
 def copy_whole(t: Tensor) -> Tensor:
@@ -347,9 +382,8 @@ def copy_whole(t: Tensor) -> Tensor:
     return room.as_strided(t.shape, t.stride(), 0)
 
 
-def _set_frees(calls: list[Call]) -> None:
-    """Set on each call which views nobody reads after it."""
-    seen: set[int] = set()
+def _set_frees(calls: list[Call], seen: set[int]) -> None:
+    """Set on each call which views nobody reads after it; those in `seen` are read after all."""
     for call in reversed(calls):
         frees = []
         for view, cell, geometry in call.sources:

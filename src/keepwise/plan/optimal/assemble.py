@@ -97,12 +97,11 @@ class _Assembly:
         return [draft]
 
     def _option(self, stage: Stage, problem: StageProblem, option: Option) -> list[_Draft]:
-        leaves = [self._replay(stage, problem, leaf) for leaf in option.leaves]
-        if option.outer is None:
-            return leaves
-        outer = self._replay(stage, problem, option.outer)
-        outer.children = leaves
-        return [outer]
+        drafts = [self._replay(stage, problem, replay) for replay in option.windows]
+        for draft, replay in zip(drafts, option.windows, strict=True):
+            if replay.parent >= 0:
+                drafts[replay.parent].children.append(draft)
+        return [d for d, replay in zip(drafts, option.windows, strict=True) if replay.parent < 0]
 
     def _replay(self, stage: Stage, problem: StageProblem, replay: Replay) -> _Draft:
         return _Draft(

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepwise.plan.optimal.menu import dominant
-from keepwise.plan.optimal.options import Option, StageProblem
+from keepwise.plan.optimal.options import Option, Partition, StageProblem
 
 SMALL_SHARE = 0.004
 """Share of a stage's bytes that storages may have together to count as small."""
@@ -47,7 +47,7 @@ Vector = npt.NDArray[np.float64]
 
 
 _Point = tuple[float, float, float, float, int, int]
-"""Seconds, held bytes, limit on the peak, the next smaller limit, number of the held set, number of the limit."""
+"""Seconds, held bytes, limit on the peak, the smallest peak that it stands for, number of the held set, number of the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +117,11 @@ class _Tables:
         self.held_bytes = np.array([problem.bytes_of(p) for p in self.large], dtype=np.float64)
         reads = [[n for n, columns in enumerate(self.node_reads) if c in columns] for c in range(len(self.large))]
         self.last_node = [max(r, default=-1) for r in reads]
+        self.small_makers = [self.indices(graph.makers(problem.storages[p]) or ()) or () for p in self.small]
+        self.small_bytes = [float(problem.bytes_of(p)) for p in self.small]
+        self.small_nodes = [
+            [n for n, x in enumerate(stage.nodes) if problem.storages[p] in x.storages] for p in self.small
+        ]
         shared = [problem.storages[p] in stage.shared for p in self.large]
         self.stay = [len(self.nodes) if shared[c] else self.last_node[c] for c in range(len(self.large))]
         self._base()
@@ -180,32 +185,19 @@ class _Tables:
         seconds[impossible] = np.inf
         return need, seconds
 
-    def small_cost(self, sets: Sets) -> tuple[list[Vector], Vector]:
-        """What the small storages cost at least beside each set.
-
-        Returns:
-            Bytes of those that no replay makes, hence are held, at each node and (last) altogether; and the seconds that making
-            one of them takes.
-        """
-        graph, problem = self.problem.graph, self.problem
+    def small_absent(self, sets: Sets) -> list[Sets]:
+        """For each small storage the sets beside which no replay makes it, so that it is held or costs a replay of its own."""
         wanted = [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
         need, _ = self.closure(wanted, sets)
-        must = [np.zeros(sets.shape[1]) for _ in range(len(self.nodes) + 1)]
-        total = np.zeros(sets.shape[1])
-        extra = np.full(sets.shape[1], np.inf)
-        for p in self.small:
-            makers = list(self.indices(graph.makers(problem.storages[p]) or ()) or ())
-            absent = ~need[makers].any(axis=0) if makers else np.ones(sets.shape[1], dtype=np.bool_)
-            size = np.where(absent, float(problem.bytes_of(p)), 0.0)
-            storage = problem.storages[p]
-            for n, node in enumerate(self.nodes):
-                if any(first >= node.first for first, _ in problem.reads_of[storage]):
-                    must[n] += size
-            total += size
-            seconds = self.seconds[makers].sum() if makers else np.inf
-            extra = np.where(absent, np.minimum(extra, seconds), extra)
-        must[-1] = total
-        return must, extra
+        return [~need[list(rows)].any(axis=0) for rows in self.small_makers]
+
+    def small_prices(self, absent: Sequence[Sets], k: int) -> list[tuple[float, float]]:
+        """(bytes, seconds) of holding the absent small storages or making them again, by the op that makes them, for one set."""
+        groups: dict[tuple[int, ...], float] = {}
+        for rows, size, where in zip(self.small_makers, self.small_bytes, absent, strict=True):
+            if where[k]:
+                groups[rows] = groups.get(rows, 0.0) + size
+        return [(size, float(self.seconds[list(rows)].sum()) if rows else np.inf) for rows, size in groups.items()]
 
     def replay_peak(self, need: Sets, retained: Sequence[tuple[int, Sets]]) -> Vector:
         """High water of each set's replay: its own storages and workspace."""
@@ -294,18 +286,22 @@ class _Windows:
         nodes, count = len(tables.nodes), sets.shape[1]
         self.seconds: dict[tuple[int, int], Vector] = {}
         self.peak: dict[tuple[int, int], Vector] = {}
-        must, _ = tables.small_cost(sets)
-        held = [
-            own + small for own, small in zip(tables.held_profile(sets), [*must[:-1], np.zeros(count)], strict=True)
-        ]
+        self.absent = tables.small_absent(sets)
+        held = tables.held_profile(sets)
+        for absent, size, at in zip(self.absent, tables.small_bytes, tables.small_nodes, strict=True):
+            for n in range(max(at, default=-1) + 1):
+                held[n] = held[n] + size * absent
         self.head = tables.head + held[0]
         for i in range(nodes):
             for j in range(i, nodes):
                 self._window(i, j, sets, held)
-        values = np.unique(np.concatenate([self.head, *self.peak.values()]))
+        every = values = np.unique(np.concatenate([self.head, *self.peak.values()]))
         if len(values) > MAX_LIMITS:
             values = np.unique(np.quantile(values, np.linspace(0, 1, MAX_LIMITS), method="higher"))
         self.limits = values
+        self.lows = every[
+            np.minimum(np.searchsorted(every, np.concatenate([[-np.inf], values[:-1]]), side="right"), len(every) - 1)
+        ]
         self.best = np.full((len(values), count), np.inf)
         for k, limit in enumerate(values):
             reach = np.full((nodes + 1, count), np.inf)
@@ -333,13 +329,17 @@ class _Windows:
             peak = np.maximum(peak, np.where(starts, tables.before[n] + held[n] + inner, 0.0))
             begun |= fresh
             now = sum((tables.nbytes[c] * (where & begun) for c, where in wanted if last[c] >= n), np.zeros(count))
+            # A small one that is read in this window and was made by it, or is held although it need not be.
+            for absent, size, at in zip(self.absent, tables.small_bytes, tables.small_nodes, strict=True):
+                if any(n <= q <= j for q in at):
+                    now = now + size * (begun & ~absent)
             peak = np.maximum(peak, tables.at_node[n] + held[n] + now)
             later = sum((tables.nbytes[c] * (where & begun) for c, where in wanted if last[c] > n), np.zeros(count))
             peak = np.maximum(peak, tables.after[n] + held[n + 1] + later)
         self.seconds[i, j] = seconds
         self.peak[i, j] = peak
 
-    def partition(self, index: int, limit: float) -> tuple[tuple[int, int], ...]:
+    def partition(self, index: int, limit: float) -> Partition:
         """The best partition of one set within a limit; fewest windows of equals."""
         nodes = len(self.tables.nodes)
         reach: list[tuple[float, int, int]] = [(0.0, 0, -1)] + [(float("inf"), 0, -1)] * nodes
@@ -369,22 +369,33 @@ class _Menu:
     def run(self) -> Enumerated:
         tables, sets, windows = self.tables, self.sets, self.windows
         size = tables.held_bytes @ sets
-        must, extra = tables.small_cost(sets)
+        absent = windows.absent
         least = self._with_retained()
         points: list[_Point] = []
         for k in range(sets.shape[1]):
             previous = np.inf
-            low = 0.0
+            prices = tables.small_prices(absent, k)
+            must, again = sum(b for b, _ in prices), sum(s for _, s in prices)
             for row, (limit, value) in enumerate(zip(windows.limits, least[:, k], strict=True)):
                 if value < previous - 1e-12:
-                    small = float(must[-1][k])
-                    points.append((float(value), float(size[k]) + small, float(limit), low, k, row))
-                    if small and np.isfinite(extra[k]):
+                    low = float(windows.lows[row])
+                    points.append((float(value), float(size[k]) + must, float(limit), low, k, row))
+                    if prices and np.isfinite(again):  # nothing small is held
+                        points.append((float(value) + again, float(size[k]), float(limit) - must, low - must, k, row))
+                    if len(prices) > 1:  # some are: at least the smallest, and the fastest of the others is made again
+                        least_bytes, least_seconds = min(b for b, _ in prices), min(s for _, s in prices)
+                        spared = must - least_bytes
                         points.append(
-                            (float(value + extra[k]), float(size[k]), float(limit) - small, low - small, k, row)
+                            (
+                                float(value) + least_seconds,
+                                float(size[k]) + least_bytes,
+                                float(limit) - spared,
+                                low - spared,
+                                k,
+                                row,
+                            )
                         )
                     previous = value
-                low = float(limit)
         return self._price(_undominated(points))
 
     def _with_retained(self) -> Vector:
@@ -432,61 +443,67 @@ class _Menu:
 
     def _price(self, points: list[_Point]) -> Enumerated:
         tables, problem = self.tables, self.tables.problem
-        small = frozenset(tables.small)
-        exact = len(self.windows.limits) < MAX_LIMITS
         bounds: list[Option] = []
         options: list[Option] = []
-        for seconds, size, limit, below, k, row in points:
+        for seconds, size, _, below, k, row in points:
             a = self._best_above(k, row)
             held = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, k])
             outer = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, a] and not self.sets[c, k])
             bounds.append(
                 Option(
-                    held=held,
-                    outer=None,
-                    leaves=(),
+                    # What no replay makes is held: such an option is none for a segment that holds nothing.
+                    held=held | frozenset(tables.small) if size > float(tables.held_bytes @ self.sets[:, k]) else held,
+                    windows=(),
                     seconds=seconds,
                     held_bytes=int(
                         size - sum(problem.bytes_of(p) for p in held if problem.storages[p] in problem.stage.outputs)
                     ),
-                    peak_bytes=int(limit if exact else below),
+                    peak_bytes=int(below),
                     forward_bytes=problem.forward_peak(held),
                 )
             )
             partition = self.windows.partition(a, float(self.windows.limits[row]))
-            variants = [(held | small, outer)]
-            if not held and small:
-                variants.append((held, outer))
-                variants.append((held, outer | small))
-            for chosen, retained in variants:
-                option = problem.evaluate(chosen, retained, partition)
-                if option is None:
-                    continue
-                options.append(option)
-                made = self._made_anyway(option)
-                if made:
-                    lighter = problem.evaluate(chosen - made, retained, partition)
-                    if lighter is not None:
-                        options.append(lighter)
+            options.extend(self._variants(held, outer, partition))
         return Enumerated(options=options, bounds=dominant(bounds, limit=100_000))
 
-    def _made_anyway(self, option: Option) -> frozenset[int]:
-        """Small storages that the option holds although a window that could serve their reads makes them."""
-        tables, problem = self.tables, self.tables.problem
-        stage = problem.stage
-        windows = [w for w in (*option.leaves, option.outer) if w is not None]
-        found: set[int] = set()
-        for p in option.held.intersection(tables.small):
-            makers = {
-                tables.op_index[m] for m in problem.graph.makers(problem.storages[p]) or () if m in tables.op_index
-            }
-            reads = [(first - stage.first, last - stage.first) for first, last in problem.reads_of[problem.storages[p]]]
-            if makers and all(
-                any(w.start <= first and last <= w.stop and makers.issubset(w.ops) for w in windows)
-                for first, last in reads
-            ):
-                found.add(p)
-        return frozenset(found)
+    def _variants(self, held: frozenset[int], outer: frozenset[int], partition: Partition) -> list[Option]:
+        """Exact prices: small storages held, or where a window makes them anyway, retained from there."""
+        problem = self.tables.problem
+        small = frozenset(self.tables.small)
+        found: list[Option] = []
+        for chosen, retained in ((held | small, outer), (held, outer), (held, outer | small)):
+            if held and chosen == held and small:
+                continue
+            option = problem.evaluate(chosen, retained, partition)
+            if option is None:
+                continue
+            found.append(option)
+            lasting = self._lasting(option, partition, small - retained)
+            if lasting:
+                rest = chosen - frozenset().union(*lasting.values())
+                lighter = problem.evaluate(rest, retained, partition, lasting)
+                if lighter is not None:
+                    found.append(lighter)
+        return found
+
+    def _lasting(self, option: Option, partition: Partition, small: frozenset[int]) -> dict[int, frozenset[int]]:
+        """Window of the partition -> small storages that it makes anyway before they are read."""
+        problem = self.tables.problem
+        nodes, first = problem.stage.nodes, problem.stage.first
+        made: dict[int, set[int]] = {}
+        for p in small:
+            makers = problem.makers(p)
+            reads = [begin for begin, _ in problem.reads_of[problem.storages[p]]]
+            if not makers or not reads:
+                continue
+            for number, (a, b) in enumerate(partition):
+                if nodes[a].first > min(reads):
+                    break
+                ops = [set(w.ops) for w in option.windows if nodes[a].first <= first + w.start <= nodes[b].last]
+                if any(makers <= o for o in ops[-1:]):
+                    made.setdefault(number, set()).add(p)
+                    break
+        return {number: frozenset(found) for number, found in made.items()}
 
 
 def _undominated(points: list[_Point]) -> list[_Point]:

@@ -26,12 +26,16 @@ MAX_OPTIONS = 400
 
 
 def dominant(options: Iterable[Option], limit: int = MAX_OPTIONS) -> list[Option]:
-    """Options that no other beats in seconds, held bytes, peak and forward peak at once, cheapest first."""
+    """Options that no other beats in seconds, held bytes, peak and forward peak at once, cheapest first.
+
+    One that holds something beats none that holds nothing: segments need those.
+    """
     ordered = sorted(options, key=lambda o: (o.seconds, o.held_bytes, o.peak_bytes, o.forward_bytes))
     kept: list[Option] = []
     for option in ordered:
         if not any(
-            k.held_bytes <= option.held_bytes
+            (option.held or not k.held)
+            and k.held_bytes <= option.held_bytes
             and k.peak_bytes <= option.peak_bytes
             and k.forward_bytes <= option.forward_bytes
             for k in kept

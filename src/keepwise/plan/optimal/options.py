@@ -1,22 +1,26 @@
 """What a stage can do with its saved tensors: `Option`, and its exact price.
 
 An option holds some of the stage's storages from forward until its backward, retains others at one replay when its backward starts,
-and serves what is left by *leaf windows*, a partition of the nodes that read: each replays what its nodes read, which dies with
-the window. Bytes are relative to the stage's `level` (the smallest `base` in its backward) and include the stage's inputs.
+and serves what is left by *windows* over a partition of the nodes that read: each replays what its nodes read, which dies with
+the window, unless it is *lasting*: kept on for the windows after it, which then lie inside it. Bytes are relative to the stage's
+`level` (the smallest `base` in its backward) and include the stage's inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.stages import Stage
 
+Partition = tuple[tuple[int, int], ...]
+"""First and last node of each window, in order, covering all nodes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A leaf window over consecutive nodes, or an outer one over all of them."""
+    """A window of a stage."""
 
     start: int
     """Moment, relative to the stage's first backward moment."""
@@ -25,6 +29,8 @@ class Replay:
     """Positions in `Stage.ops`, so that equal stages share options."""
     retain: tuple[int, ...]
     """Storages by their position in `StageProblem.storages`."""
+    parent: int
+    """Position in `Option.windows`, or -1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +39,8 @@ class Option:
 
     held: frozenset[int]
     """Storages held from forward, by position in `StageProblem.storages`."""
-    outer: Replay | None
-    leaves: tuple[Replay, ...]
+    windows: tuple[Replay, ...]
+    """In order of time, parents first; empty for a bound."""
     seconds: float
     """Time of all replays."""
     held_bytes: int
@@ -45,11 +51,26 @@ class Option:
     """High water during the stage's forward above the forward level, with inputs and what it holds."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Draft:
+    """A window while it is priced; moments and storages as in the step."""
+
+    start: int
+    stop: int
+    ops: tuple[int, ...]
+    retain: dict[int, int]
+    """Storage -> last moment that needs it."""
+    at_hand: set[int]
+    parent: int = -1
+
+
 class StageProblem:
     """A stage with positions instead of ids; shared by equal stages.
 
     Attributes:
-        storages: the stage's inputs, then its own, then other storages that a window may want to hold, by id in the step.
+        storages: the stage's inputs, then its own, by id in the step.
+        own: positions of its own storages.
+        at_hand: storages that its windows find without its help: inputs, and what others hold.
         level: smallest base in the stage's backward, in bytes.
         gap_bytes: highest base above the level between its backward and that of the stage before, with shared inputs.
         forward_level: smallest base in the stage's forward.
@@ -62,16 +83,16 @@ class StageProblem:
         self.storages = (*stage.inputs, *stage.own)
         self.own = range(len(stage.inputs), len(self.storages))
         self.position = {s: i for i, s in enumerate(self.storages)}
-        self._op_position = {op: i for i, op in enumerate(stage.ops)}
+        self.op_position = {op: i for i, op in enumerate(stage.ops)}
         span = slice(stage.first, stage.last + 1)
         base = graph.base[span]
         self.level = int(base.min()) if len(base) else int(graph.base[min(stage.first, graph.num_moments - 1)])
         self.base = base - self.level
         self.between = graph.between[span] - self.level
-        front = slice(stage.ops[0], stage.forward_stop)
         gap = graph.base[stage.last + 1 : stage.gap_stop]
         self.gap_bytes = int(gap.max()) - self.level if len(gap) else 0
         self.gap_bytes += sum(self.cost(s) for s in stage.shared)
+        front = slice(stage.ops[0], stage.forward_stop)
         self.forward_level = int(graph.base[front].min())
         self.front = graph.base[front] - self.forward_level
         self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage, always_held)
@@ -86,123 +107,168 @@ class StageProblem:
     def recipe(self, targets: Collection[int], at_hand: Collection[int]) -> tuple[int, ...] | None:
         """Recipe within the stage; None where there is none, or where it leads out of the stage."""
         ops = self.graph.recipe(targets, at_hand)
-        return None if ops is None or any(o not in self._op_position for o in ops) else ops
+        return None if ops is None or any(o not in self.op_position for o in ops) else ops
 
     def bytes_of(self, position: int) -> int:
-        """Bytes of a storage of the plan; zero where it costs nothing to hold."""
-        storage = self.storages[position]
-        return self.cost(storage)
+        """Bytes that holding a storage of the plan adds to the base."""
+        return self.cost(self.storages[position])
 
     def cost(self, storage: int) -> int:
         """Bytes that holding a storage adds to the base; zero where others hold it to the end."""
         s = self.graph.step.storages[storage]
         return 0 if s.held_until >= self.stage.last or s.category.is_static else self.graph.nbytes[storage]
 
+    def makers(self, position: int) -> frozenset[int]:
+        """Ops that make a storage, as positions in `Stage.ops`; empty if one lies outside."""
+        ops = self.graph.makers(self.storages[position]) or ()
+        return frozenset(self.op_position[o] for o in ops) if all(o in self.op_position for o in ops) else frozenset()
+
     def evaluate(
-        self, held: frozenset[int], outer: frozenset[int], partition: tuple[tuple[int, int], ...]
+        self,
+        held: frozenset[int],
+        outer: frozenset[int],
+        partition: Partition,
+        lasting: Mapping[int, frozenset[int]] | None = None,
     ) -> Option | None:
         """Price an option; None where a recipe does not exist.
 
         Args:
             held: positions of own storages that are held from forward.
-            outer: positions of own storages that one replay at the start retains.
-            partition: node ranges [first, last] of the leaf windows, in order, covering all nodes.
+            outer: positions of own storages that one replay at the start retains for all windows.
+            partition: the windows' nodes.
+            lasting: window (position in `partition`) -> storages that it retains for its own nodes and all windows after it.
         """
+        windows = self._windows(held, outer, partition, lasting or {})
+        if windows is None:
+            return None
+        drafts, needed, reserved = windows
+        self._nest(drafts)
+        return self._priced(held, drafts, needed, reserved)
+
+    def _windows(
+        self, held: frozenset[int], outer: frozenset[int], partition: Partition, lasting: Mapping[int, frozenset[int]]
+    ) -> tuple[list[_Draft], dict[int, int], list[tuple[int, int]]] | None:
+        """Windows in order of time, last need of what is at hand, and (moment, bytes) set aside in forward."""
         graph, stage = self.graph, self.stage
         at_hand = set(self.at_hand) | {self.storages[i] for i in held}
-        # Storage at hand -> last moment that needs it.
         needed = dict.fromkeys(stage.shared, stage.last)
-        profile = self.base.copy()
-        peak = 0
-        seconds = 0.0
-        replay_highs: list[tuple[int, int, bool]] = []
+        reserved: list[tuple[int, int]] = []
+        drafts: list[_Draft] = []
+        keeper: dict[int, _Draft] = {}  # lasting storage -> its window
 
-        def note(storages: set[int], moment: int) -> None:
-            for s in storages:
-                needed[s] = max(needed.get(s, -1), moment)
+        def add(start: int, stop: int, targets: set[int], keep: set[int]) -> bool:
+            hand = at_hand | set(keeper)
+            ops = self.recipe(targets | keep, hand)
+            if ops is None:
+                return False
+            draft = _Draft(
+                start=start, stop=stop, ops=ops, retain=dict.fromkeys(targets | keep, start - 1), at_hand=hand
+            )
+            for s in graph.read_by(ops, hand):
+                self._need(s, start, keeper, needed)
+            reserved.append((start, graph.carried_bytes(ops)))
+            drafts.append(draft)
+            keeper.update(dict.fromkeys(keep, draft))
+            return True
 
-        outer_ids = {self.storages[i] for i in outer}
-        inner_hand = at_hand | outer_ids
-        leaves: list[Replay] = []
-        states: list[tuple[int, int]] = []  # (moment, bytes set aside in forward until then)
-        retained: list[tuple[int, int, int]] = []
-        for a, b in partition:
-            wanted: dict[int, int] = {}
-            start = -1
+        if outer:
+            ids = {self.storages[i] for i in outer}
+            first = self._first_use(at_hand, ids, partition, lasting)
+            if first >= 0 and not add(first, first, set(), ids):
+                return None
+        for number, (a, b) in enumerate(partition):
+            hand = at_hand | set(keeper)
+            wanted = {s: node.last for node in stage.nodes[a : b + 1] for s in node.storages if s not in hand}
+            keep = {self.storages[i] for i in lasting.get(number, ())} - hand
+            start = next((n.first for n in stage.nodes[a : b + 1] if any(s in wanted for s in n.storages)), -1)
+            if wanted and not add(start, start, set(wanted) - keep, keep):
+                return None
+            own = drafts[-1] if wanted else None
             for node in stage.nodes[a : b + 1]:
                 for s in node.storages:
-                    if s in inner_hand:
-                        needed[s] = max(needed.get(s, -1), node.last)
+                    if own is not None and s in own.retain:
+                        own.retain[s] = node.last
                     else:
-                        wanted[s] = node.last
-                        if start < 0:
-                            start = node.first
-            if not wanted:
-                continue
-            ops = self.recipe(wanted, inner_hand)
-            if ops is None:
-                return None
-            seconds += graph.seconds(ops)
-            note(graph.read_by(ops, inner_hand), start)
-            states.append((start, graph.carried_bytes(ops)))
-            replay_highs.append((start, graph.replay_peak(ops, inner_hand, wanted), True))
-            retained.extend((graph.nbytes[s], start, last) for s, last in wanted.items())
-            leaves.append(
-                Replay(
-                    start=start - stage.first,
-                    stop=stage.nodes[b].last - stage.first,
-                    ops=self._to_positions(ops),
-                    retain=tuple(sorted(self.position[s] for s in wanted)),
-                )
-            )
-        outer_replay: Replay | None = None
-        outer_start = stage.first
-        if outer_ids:
-            ops = self.recipe(outer_ids, at_hand)
-            if ops is None:
-                return None
-            seconds += graph.seconds(ops)
-            served = [n.first for n in stage.nodes if outer_ids.intersection(n.storages)]
-            outer_start = min([stage.first + leaf.start for leaf in leaves] + served)
-            note(graph.read_by(ops, at_hand), outer_start)
-            states.append((outer_start, graph.carried_bytes(ops)))
-            replay_highs.append((outer_start, graph.replay_peak(ops, at_hand, outer_ids), False))
-            outer_replay = Replay(
-                start=outer_start - stage.first,
-                stop=stage.nodes[-1].last - stage.first,
-                ops=self._to_positions(ops),
-                retain=tuple(sorted(outer)),
-            )
-        before = self.between.copy()
-        for size, start, last in retained:
-            profile[start - stage.first : last + 1 - stage.first] += size
-            before[start + 1 - stage.first : last + 1 - stage.first] += size
+                        self._need(s, node.last, keeper, needed)
+        for draft in drafts:
+            draft.stop = max([draft.start, *draft.retain.values()])
+        return drafts, needed, reserved
+
+    @staticmethod
+    def _need(storage: int, moment: int, keeper: Mapping[int, _Draft], needed: dict[int, int]) -> None:
+        table = keeper[storage].retain if storage in keeper else needed
+        table[storage] = max(table.get(storage, -1), moment)
+
+    def _first_use(
+        self, at_hand: set[int], ids: set[int], partition: Partition, lasting: Mapping[int, frozenset[int]]
+    ) -> int:
+        """Moment at which the outer replay is needed: a node reads what it retains, or a window begins."""
+        for number, (a, b) in enumerate(partition):
+            later = {self.storages[i] for i in lasting.get(number, ())}
+            for node in self.stage.nodes[a : b + 1]:
+                if any(s in ids or s not in at_hand or s in later for s in node.storages):
+                    return node.first
+        return -1
+
+    @staticmethod
+    def _nest(drafts: Sequence[_Draft]) -> None:
+        """Stretch windows over those that begin in them, and find parents."""
+        for i in range(len(drafts) - 1, -1, -1):
+            for j in range(i + 1, len(drafts)):
+                if drafts[j].start <= drafts[i].stop:
+                    drafts[i].stop = max(drafts[i].stop, drafts[j].stop)
+        for j, draft in enumerate(drafts):
+            around = [i for i in range(j) if drafts[i].stop >= draft.start]
+            draft.parent = around[-1] if around else -1
+
+    def _priced(
+        self, held: frozenset[int], drafts: list[_Draft], needed: dict[int, int], reserved: list[tuple[int, int]]
+    ) -> Option:
+        graph, stage = self.graph, self.stage
+        origin = stage.first
+        profile, before = self.base.copy(), self.between.copy()
         for s in (*self.inputs, *(self.storages[i] for i in held)):
-            end = needed.get(s, stage.first - 1)
-            profile[: end + 1 - stage.first] += self.cost(s)
-            before[: end + 1 - stage.first] += self.cost(s)
-        for s in outer_ids:
-            end = needed.get(s, stage.first - 1)
-            profile[outer_start - stage.first : end + 1 - stage.first] += graph.nbytes[s]
-            before[outer_start + 1 - stage.first : end + 1 - stage.first] += graph.nbytes[s]
-        for start, size in states:
-            profile[: start + 1 - stage.first] += size
-            before[: start + 1 - stage.first] += size
+            end = needed.get(s, origin - 1) + 1 - origin
+            profile[:end] += self.cost(s)
+            before[:end] += self.cost(s)
+        for start, size in reserved:
+            profile[: start + 1 - origin] += size
+            before[: start + 1 - origin] += size
+        for draft in drafts:
+            for s, last in draft.retain.items():
+                profile[draft.start - origin : last + 1 - origin] += graph.nbytes[s]
+                before[draft.start + 1 - origin : last + 1 - origin] += graph.nbytes[s]
         peak = int(profile.max()) if len(profile) else 0
-        outer_bytes = sum(graph.nbytes[s] for s in outer_ids)
-        for start, high, inner in replay_highs:
-            beside = outer_bytes if inner and start == outer_start else 0
-            peak = max(peak, int(before[start - stage.first]) + beside + high)
+        seconds = 0.0
+        for j, draft in enumerate(drafts):
+            beside = sum(
+                graph.nbytes[s]
+                for other in drafts[:j]
+                if other.start == draft.start
+                for s, last in other.retain.items()
+                if last >= draft.start
+            )
+            inner = graph.replay_peak(draft.ops, draft.at_hand, draft.retain)
+            peak = max(peak, int(before[draft.start - origin]) + beside + inner)
+            seconds += graph.seconds(draft.ops)
         outputs = set(stage.outputs)
-        held_bytes = sum(self.bytes_of(i) for i in held if self.storages[i] not in outputs) + sum(n for _, n in states)
+        held_bytes = sum(self.bytes_of(i) for i in held if self.storages[i] not in outputs)
         return Option(
             held=held,
-            outer=outer_replay,
-            leaves=tuple(leaves),
+            windows=tuple(self._replay(d) for d in drafts),
             seconds=seconds,
-            held_bytes=held_bytes,
+            held_bytes=held_bytes + sum(n for _, n in reserved),
             peak_bytes=peak,
             forward_bytes=self.forward_peak(held),
+        )
+
+    def _replay(self, draft: _Draft) -> Replay:
+        return Replay(
+            start=draft.start - self.stage.first,
+            stop=draft.stop - self.stage.first,
+            ops=tuple(self.op_position[o] for o in draft.ops),
+            retain=tuple(sorted(self.position[s] for s in draft.retain)),
+            parent=draft.parent,
         )
 
     def forward_peak(self, held: frozenset[int]) -> int:
@@ -215,9 +281,6 @@ class StageProblem:
             front[max(begin - origin, 0) :] += self.cost(s)
         return int(front.max())
 
-    def _to_positions(self, ops: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._op_position[o] for o in ops)
-
 
 def _held_elsewhere(graph: Graph, stage: Stage, always_held: frozenset[int]) -> frozenset[int]:
     """Storages that are alive all through the stage's backward whatever the stage does: free to read."""
@@ -228,7 +291,7 @@ def _held_elsewhere(graph: Graph, stage: Stage, always_held: frozenset[int]) -> 
             s = step.storages[need.storage]
             if need.storage in always_held:
                 found.add(need.storage)
-            if need.storage not in graph.droppable and s.death >= stage.last:
+            if need.storage not in graph.droppable and not need.copy and s.death >= stage.last:
                 found.add(need.storage)
         for s in graph.made_by[op]:
             if s not in graph.droppable and step.storages[s].death >= stage.last:

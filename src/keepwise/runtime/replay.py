@@ -7,9 +7,13 @@ Notes:
 2. In an ordinary pass the captured calls, and with them the tensors they hold, are given up right after the replay. Where
    the graph is retained they stay, and the cells are emptied once each of their readers has read them and when the pass ends.
 3. Outside of backward (a user who reads `grad_fn._saved_result`) a replay caches nothing.
-4. Replayed tensors live on private storages, so in-place ops run in place. What a call writes and did not make is copied first.
+4. Replayed tensors live on private storages, so in-place ops run in place. What a call writes and did not make is copied first:
+   what an enclosing run retains, and, where the calls will be needed again, also what was captured by copy.
 5. A captured tensor that is about to be written while we watch (a buffer, a counter) is replaced by a copy before that; one that is
    written where we do not watch is noticed by its version and is an error, as in plain autograd.
+6. A dropped tensor that is written in place before backward reads it is an error in plain autograd. The save keeps the version
+   counter alive, without the storage, and compares.
+7. A replay that fails fills nothing.
 """
 
 from __future__ import annotations
@@ -21,29 +25,34 @@ from typing import Any
 
 import torch
 
+from keepwise.runtime.ambient import Ambient
 from keepwise.runtime.calls import tensors_out
 from keepwise.runtime.clean import RandomState, call_with_state, clean
 from keepwise.runtime.digest import digest
-from keepwise.runtime.holding import Namer, check_version, version_of
-from keepwise.runtime.reuse import Form, form_of
+from keepwise.runtime.geometry import Geometry, copy_whole
+from keepwise.runtime.holding import Namer, VersionStub, check_version, version_of
 from keepwise.runtime.stats import StepStats
 
 Tensor = torch.Tensor
 _graph_task = torch._C._current_graph_task_id
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_keeps_graph = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+_HOLDING: dict[int, weakref.ref[WindowRun]] = {}
+"""Every run of the process that holds captured tensors, whichever forward pass it belongs to (note 5)."""
 
 
-class Geometry:
-    """A view described by its numbers, for an object whose view op is not replayed."""
-
-    __slots__ = ("offset", "root", "shape", "stride")
-
-    def __init__(self, t: Tensor, root: int) -> None:
-        self.shape, self.stride, self.offset, self.root = t.shape, t.stride(), t.storage_offset(), root
-
-    def of(self, base: Tensor) -> Tensor:
-        """The view of `base`'s storage."""
-        return base.as_strided(self.shape, self.stride, self.offset)
+def protect(tensors: list[Tensor]) -> None:
+    """Copy what replays captured of tensors that are about to be written (note 5)."""
+    if not _HOLDING:
+        return
+    storages = [t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided]
+    for ref in tuple(_HOLDING.values()):
+        run = ref()
+        if run is not None and run.held:
+            for storage in storages:
+                if storage in run.held:
+                    run.protect(storage)
 
 
 class Cell:
@@ -67,13 +76,13 @@ class Call:
     __slots__ = (
         "args",
         "copies",
-        "form",
         "frees",
         "func",
         "hold_places",
         "holds",
         "kwargs",
         "outs",
+        "owns",
         "places",
         "random",
         "sources",
@@ -89,6 +98,7 @@ class Call:
         places: list[tuple[Any, Any]],
         sources: list[tuple[int, Cell | None, Geometry | None]],
         copies: tuple[int, ...],
+        owns: list[tuple[Any, Any]],
         holds: list[tuple[Tensor, int]],
         hold_places: list[tuple[Any, Any]],
         outs: tuple[int, ...],
@@ -102,6 +112,8 @@ class Call:
         """(view id, cell of an outer run or None, geometry or None)."""
         self.copies = copies
         """Indices into `sources` that must be copied before the call because it writes them and an outer run owns them."""
+        self.owns = owns
+        """(container, key) of each argument that was captured by copy and that the call writes."""
         self.holds = holds
         """Captured tensors with their versions, for the version check."""
         self.hold_places = hold_places
@@ -109,11 +121,9 @@ class Call:
         self.outs = outs
         self.random = random
         self.where = where
-        self.form: Form | None = None
-        """How to write the result into given memory, if that is possible."""
         self.frees: tuple[int, ...] = ()
         self.writes: tuple[int, ...] = ()
-        """Views among the sources that it writes; only filled where calls are sliced."""
+        """Views among the sources that it writes."""
 
 
 class WindowRun:
@@ -121,9 +131,9 @@ class WindowRun:
 
     __slots__ = (
         "__weakref__",
+        "ambient",
         "calls",
         "cells",
-        "closed",
         "groups",
         "held",
         "lock",
@@ -138,15 +148,14 @@ class WindowRun:
 
     def __init__(self, path: str, stats: StepStats, namer: Namer | None, *, slicing: bool = False) -> None:
         self.calls: list[Call] | None = []
+        """None once they were given up."""
         self.cells: weakref.WeakValueDictionary[int, Cell] = weakref.WeakValueDictionary()
         self.made: set[int] = set()
-        """Views that the captured calls produce."""
+        """Views that the captured calls produce, as they are now."""
         self.outer: list[tuple[WindowRun, Cell]] = []
         """Cells of enclosing runs that the calls read."""
         self.held: dict[int, list[tuple[Call, int]]] = {}
         """Storage -> captured tensors on it: (call, index into its holds). A captured tensor keeps the storage's identity valid."""
-        self.closed = False
-        """No further call may be captured: something was written that the recording does not know."""
         self.lock = threading.RLock()
         self.task = -1
         self.path, self.stats, self.namer = path, stats, namer
@@ -154,46 +163,53 @@ class WindowRun:
         """View -> the view that its storage was born with; only filled where calls are sliced."""
         self.slicing = slicing
         """Whether only the calls that living cells need are replayed (recordings made without a plan)."""
+        self.ambient = Ambient.now()
 
-    def add(self, call: Call, result: Any) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may still be captured."""
+        return self.calls is not None
+
+    def add(self, call: Call) -> None:
         """Append a captured call whose op has run."""
-        assert self.calls is not None
-        call.form = form_of(call.func, result)
-        self.calls.append(call)
+        calls = self.calls
+        if calls is None:  # a backward pass inside of the op gave them up
+            return
+        calls.append(call)
         self.made.update(call.outs)
         for i, (held, _) in enumerate(call.holds):
             if held.layout is torch.strided:
+                if not self.held:
+                    self._register()
                 self.held.setdefault(held.untyped_storage()._cdata, []).append((call, i))
 
-    def protect(self, t: Tensor) -> None:
-        """Copy what was captured of a storage that is about to be written (note 5)."""
-        if not self.held or t.layout is not torch.strided:
-            return
-        for call, i in self.held.pop(t.untyped_storage()._cdata, ()):
-            container, key = call.hold_places[i]
-            copy = copy_whole(call.holds[i][0])
-            container[key] = copy
-            call.holds[i] = (copy, version_of(copy))
+    def _register(self) -> None:
+        key = id(self)
+        _HOLDING[key] = weakref.ref(self, lambda ref: _HOLDING.pop(key, None) if _HOLDING.get(key) is ref else None)
 
-    def cell(self, view: int, t: Tensor, root: int) -> Cell | None:
+    def protect(self, storage: int) -> None:
+        """Copy what was captured of a storage that is about to be written (note 5)."""
+        with self.lock:
+            for call, i in self.held.pop(storage, ()):
+                container, key = call.hold_places[i]
+                copy = copy_whole(call.holds[i][0])
+                container[key] = copy
+                call.holds[i] = (copy, version_of(copy))
+
+    def cell(self, view: int, geometry: Geometry | None = None) -> Cell | None:
         """The cell of a view that this run can replay; None if it cannot.
 
         Args:
             view: id of the tensor object.
-            t: the object itself, for its geometry.
-            root: id of the object that its storage was born with.
+            geometry: where it lies over an object in `made`; None: it is in `made` itself.
         """
-        if self.closed or self.calls is None:
+        if self.calls is None:
             return None
         cell = self.cells.get(view)
         if cell is None:
-            if view in self.made:
-                cell = Cell(view, None)
-            elif root in self.made and not t.is_conj() and not t.is_neg():
-                cell = Cell(view, Geometry(t, root))
-            else:
-                return None
-            self.cells[view] = cell
+            cell = self.cells[view] = Cell(view, geometry)
+        elif (cell.geometry is None) != (geometry is None):
+            return None
         cell.num_readers += 1
         return cell
 
@@ -206,37 +222,41 @@ class WindowRun:
         """
         task = _graph_task()
         with self.lock:
-            t = cell.tensor
-            if t is None:
-                self._replay()
-                t = cell.tensor
-                assert t is not None, "a living cell of a finished replay is empty"
-            if task == -1:
-                self._clear()
-            elif _keeps_graph():
-                self._retain(cell, task)
-            elif self.calls:
-                self._release()
+            t = self._fill(cell, task)
+            if task != -1 and _keeps_graph():
+                if cell.task != task:
+                    cell.task, cell.num_reads = task, 0
+                cell.num_reads += 1
+                if cell.num_reads >= cell.num_readers:
+                    cell.tensor = None
         return t
 
-    def _retain(self, cell: Cell, task: int) -> None:
-        """Bookkeeping of a pass that keeps the graph (note 2)."""
-        if self.task != task:
+    def _fill(self, cell: Cell, task: int) -> Tensor:
+        """The tensor of a cell, and what becomes of the run afterwards: notes 2 and 3."""
+        again = task == -1 or _keeps_graph()
+        if cell.tensor is None:
+            self._replay(task, again)
+        t = cell.tensor
+        assert t is not None, "a living cell of a finished replay is empty"
+        if not again:
+            self._release()
+        elif task == -1:
+            self._clear()
+        elif self.task != task:
             self.task = task
-            weak = weakref.ref(self)
+            self._clear_after_pass()
+        return t
 
-            def end_of_pass() -> None:
-                run = weak()
-                if run is not None:
-                    with run.lock:
-                        run._clear()
+    def _clear_after_pass(self) -> None:
+        weak = weakref.ref(self)
 
-            torch.autograd.Variable._execution_engine.queue_callback(end_of_pass)
-        if cell.task != task:
-            cell.task, cell.num_reads = task, 0
-        cell.num_reads += 1
-        if cell.num_reads >= cell.num_readers:
-            cell.tensor = None
+        def end_of_pass() -> None:
+            run = weak()
+            if run is not None:
+                with run.lock:
+                    run._clear()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end_of_pass)
 
     def _clear(self) -> None:
         if self.calls is None:  # the inputs are gone: the results are all there is
@@ -246,16 +266,18 @@ class WindowRun:
 
     def _release(self) -> None:
         """Give up the captured calls; the filled cells live on with their readers."""
+        if self.calls is None:
+            return
         self.calls = None
         self.outer = []
         self.held = {}
-        self.closed = True
+        _HOLDING.pop(id(self), None)
 
     def _needed(self, calls: list[Call]) -> list[Call]:
         if not self.slicing:
             return calls
         group = self.groups
-        wanted = {group[c.view] for c in self.cells.values()}
+        wanted = {group[c.view] for c in list(self.cells.values())}
         picked: list[Call] = []
         for call in reversed(calls):
             if wanted.isdisjoint(group[view] for view in (*call.outs, *call.writes) if view >= 0):
@@ -265,53 +287,55 @@ class WindowRun:
         picked.reverse()
         return picked
 
-    def _replay(self) -> None:
+    def _replay(self, task: int, again: bool) -> None:
         calls = self.calls
         assert calls is not None, "replay after its inputs were given up"
         began = time.perf_counter()
         calls = self._needed(calls)
+        fetched: dict[int, WindowRun] = {}
+        outer: list[Tensor] = []  # what is read of enclosing runs stays until this replay is over
         for run, cell in self.outer:
-            if cell.tensor is None:
-                run.fetch_for_inner(cell)
+            with run.lock:
+                outer.append(run._fill(cell, task))
+            if task == -1:
+                fetched[id(run)] = run
+                cell.tensor = outer[-1]
+        cells = list(self.cells.values())
+        empty = [c for c in cells if c.tensor is None]
+        try:
+            self._run_all(calls, again)
+            for c in cells:
+                if c.digest is not None and c.tensor is not None:
+                    self.stats.compare(c.digest, digest(c.tensor), c.view, self.path)
+        except BaseException:
+            for c in empty:  # note 7
+                c.tensor = None
+            raise
+        finally:
+            for run in fetched.values():
+                run._clear()
+        self.stats.add_replay(len(calls), time.perf_counter() - began)
+
+    def _run_all(self, calls: list[Call], again: bool) -> None:
         env: dict[int, Tensor] = {}
-        spare: list[Tensor] = []
         cells = self.cells
-        with clean():
-            _set_frees(calls, {c.geometry.root for c in cells.values() if c.geometry is not None})
+        with clean(), self.ambient.active():
+            _set_frees(calls)
             for call in calls:
                 for held, version in call.holds:
                     if version_of(held) != version:
                         name = self.namer(held) if self.namer else ""
                         check_version(held, version, name, f" by {call.where}, which is to be replayed")
-                self._run(call, env, cells, spare)
-            spare.clear()
-            for cell in cells.values():
+                self._run(call, env, cells, again)
+            for cell in list(cells.values()):
                 if cell.tensor is None and cell.geometry is not None:
-                    base = cells.get(cell.geometry.root)
-                    base_tensor = env.get(cell.geometry.root) if base is None else base.tensor
-                    assert base_tensor is not None
-                    cell.tensor = cell.geometry.of(base_tensor)
-            for cell in cells.values():
-                if cell.digest is not None and cell.tensor is not None:
-                    self.stats.compare(cell.digest, digest(cell.tensor), cell.view, self.path)
-        self.stats.add_replay(len(calls), time.perf_counter() - began)
-
-    def fetch_for_inner(self, cell: Cell) -> Tensor:
-        """Fill a cell that an inner run reads."""
-        with self.lock:
-            if cell.tensor is None:
-                self._replay()
-            if _graph_task() != -1 and not _keeps_graph() and self.calls:
-                self._release()
-            assert cell.tensor is not None
-            return cell.tensor
+                    root = cells.get(cell.geometry.root)
+                    base = env.get(cell.geometry.root) if root is None else root.tensor
+                    assert base is not None
+                    cell.tensor = cell.geometry.of(base)
 
     def _run(
-        self,
-        call: Call,
-        env: dict[int, Tensor],
-        cells: weakref.WeakValueDictionary[int, Cell],
-        spare: list[Tensor],
+        self, call: Call, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell], again: bool
     ) -> None:
         for (container, key), (view, cell, geometry) in zip(call.places, call.sources, strict=True):
             if cell is not None:
@@ -325,65 +349,46 @@ class WindowRun:
         for i in call.copies:
             container, key = call.places[i]
             container[key] = copy_whole(container[key])
-        room = None if call.form is None else _room(call, call.form, env, cells, spare)
-        spare.clear()
+        kept = []
+        if again and call.owns:
+            kept = [container[key] for container, key in call.owns]
+            for container, key in call.owns:
+                container[key] = copy_whole(container[key])
         try:
             kwargs = call.kwargs or {}
-            if room is not None:
-                assert call.form is not None
-                result = call.form.func(*call.args, **kwargs, out=room)
-            elif call.random is None:
+            if call.random is None:
                 result = call.func(*call.args, **kwargs)
             else:
                 result = call_with_state(call.func, tuple(call.args), kwargs, call.random)
         finally:
             for container, key in call.places:
                 container[key] = None
+            for (container, key), t in zip(call.owns, kept, strict=False):
+                container[key] = t
         outs = call.outs
         if type(result) is Tensor:
-            view = outs[0]
-            env[view] = result
-            if view in cells:
-                cells[view].tensor = result
+            if outs:
+                self._made(outs[0], result, env, cells)
         else:
             for view, t in zip(outs, tensors_out(result), strict=False):
                 if view >= 0 and t is not None:
-                    env[view] = t
-                    if view in cells:
-                        cells[view].tensor = t
+                    self._made(view, t, env, cells)
         for view in call.frees:
-            t = env.pop(view, None)
-            if t is not None and t is not result:
-                spare.append(t)
+            env.pop(view, None)
+
+    @staticmethod
+    def _made(
+        view: int, t: Tensor, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell]
+    ) -> None:
+        env[view] = t
+        cell = cells.get(view)
+        if cell is not None and cell.geometry is None:
+            cell.tensor = t
 
 
-def _room(
-    call: Call, form: Form, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell], spare: list[Tensor]
-) -> Tensor | None:
-    """Memory that is free for the result of a call (see `reuse`)."""
-    if form.pointwise:
-        for view, cell, geometry in call.sources:
-            if cell is None and geometry is None and view in call.frees and view not in cells and form.fits(env[view]):
-                return env[view]
-    while spare:
-        t = spare.pop()
-        if form.fits(t):
-            return t
-    return None
-
-
-def copy_whole(t: Tensor) -> Tensor:
-    """A copy on a storage of its own with the same strides, also where they overlap or leave gaps."""
-    if t.is_contiguous():
-        return t.clone()
-    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-    room = torch.empty(span, dtype=t.dtype, device=t.device)
-    room.copy_(t.as_strided((span,), (1,), t.storage_offset()))
-    return room.as_strided(t.shape, t.stride(), 0)
-
-
-def _set_frees(calls: list[Call], seen: set[int]) -> None:
-    """Set on each call which views nobody reads after it; those in `seen` are read after all."""
+def _set_frees(calls: list[Call]) -> None:
+    """Set on each call which views nobody reads after it."""
+    seen: set[int] = set()
     for call in reversed(calls):
         frees = []
         for view, cell, geometry in call.sources:
@@ -403,16 +408,23 @@ def _set_frees(calls: list[Call], seen: set[int]) -> None:
 class DroppedSave:
     """What autograd holds for a saved tensor that the plan dropped."""
 
-    __slots__ = ("cell", "pending", "run")
+    __slots__ = ("cell", "pending", "run", "version")
 
-    def __init__(self, run: WindowRun, cell: Cell) -> None:
+    def __init__(self, run: WindowRun, cell: Cell, t: Tensor) -> None:
         self.run = run
         self.cell = cell
+        self.version = VersionStub(t)
+        """Note 6."""
         self.pending: Any = None
         """A `KeptSave` until the op that finishes the tensor has been captured (it was saved before it was written)."""
 
     def unpack(self) -> Tensor:
-        """The tensor, replayed."""
+        """The tensor, replayed.
+
+        Raises:
+            RuntimeError: it was written in place since it was saved, or something that the replay reads was.
+        """
         if self.pending is not None:
             return self.pending.unpack()
+        self.version.check()
         return self.run.fetch(self.cell)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from keepwise import targets
 from keepwise.integrations.stock import POLICIES, apply_stock
-from keepwise.measure import ResidentRise, allocator_peak, paired
+from keepwise.measure import ResidentRise, allocator_peak, map_large_blocks, paired
 from keepwise.targets import Target
 
 MIB = 1 << 20
@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    map_large_blocks()  # Before the first step: else holes in the heap count as resident.
     torch.set_num_threads(options.threads)
     found: list[Row] = []
     for name in options.targets:

@@ -11,7 +11,7 @@ from typing import Any
 
 from keepwise.measure.events import AllocatorEvent, allocator_peak, allocator_timeline, op_workspace, peak_of
 from keepwise.measure.pairs import Paired, Seconds, paired
-from keepwise.measure.resident import ResidentRise, release_free_memory, resident_bytes
+from keepwise.measure.resident import ResidentRise, map_large_blocks, release_free_memory, resident_bytes
 from keepwise.measure.step import Measurement, measure
 from keepwise.measure.tracker import PeakTracker
 
@@ -24,6 +24,7 @@ __all__ = [
     "Seconds",
     "allocator_peak",
     "allocator_timeline",
+    "map_large_blocks",
     "measure",
     "op_workspace",
     "paired",

@@ -7,20 +7,18 @@ Notes:
 2. Memory that the C library keeps after `free` is part of the resident set before the call; what the call takes out of it
    would not be seen. It is handed back to the system first (`malloc_trim`).
 3. The GNU C library takes a block from the system by itself only above a threshold, which grows up to 32 MiB as larger blocks
-   are freed; below it, blocks come from one heap with holes that cannot be given back. GPT-2 (6 blocks of width 768, 4 x 512):
-   1,069 MiB by the allocator, 1,069 resident with a low threshold, some 1,500 with the one that has grown. The first is what a
-   step needs, the last what this library makes of it. With `mapped`, the threshold is low during the measurement; afterwards
-   it is where it would have grown to, since growing cannot be turned on again. `MALLOC_MMAP_THRESHOLD_` is respected.
+   are freed; below it, blocks come from one heap, whose holes stay resident. GPT-2 (6 blocks of width 768, 4 x 512): 1,069 MiB
+   by the allocator; resident 1,069 with a threshold that stays low, some 1,500 with one that has grown. The first is what
+   a step needs, the last what this library makes of it. `map_large_blocks` keeps the threshold low from then on; holes that
+   the heap has already stay, so that it has to be called before the first step, as benchmarks do. The environment variable
+   `MALLOC_MMAP_THRESHOLD_=131072` does the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import os
 import threading
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
@@ -30,9 +28,10 @@ _CLEAR_REFS = "/proc/self/clear_refs"
 _STATUS = "/proc/self/status"
 _SAMPLE_SECONDS = 0.001
 
-# Options of `mallopt` (malloc.h) and the library's own first and last threshold.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LOWEST, _HIGHEST = 128 << 10, 32 << 20
+_MMAP_THRESHOLD = -3
+"""The option of `mallopt` (malloc.h)."""
+_THRESHOLD_BYTES = 128 << 10
+"""The threshold that the GNU C library begins with."""
 
 
 def resident_bytes() -> int:
@@ -49,27 +48,20 @@ def release_free_memory() -> None:
         trim(0)
 
 
-@contextlib.contextmanager
-def mapped_blocks() -> Iterator[None]:
-    """Each large block of memory is taken from the system by itself, and given back when it is freed (note 3)."""
+def map_large_blocks() -> bool:
+    """Take each large block from the system by itself, for the rest of this process (note 3).
+
+    Returns whether that is so: False where the C library has no such setting.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ:
-        yield
-        return
-    mallopt(_MMAP_THRESHOLD, _LOWEST)
-    try:
-        yield
-    finally:
-        mallopt(_MMAP_THRESHOLD, _HIGHEST)
-        mallopt(_TRIM_THRESHOLD, 2 * _HIGHEST)
+    return mallopt is not None and mallopt(_MMAP_THRESHOLD, _THRESHOLD_BYTES) == 1
 
 
 class ResidentRise:
     """`with ResidentRise() as rise: ...`, then `rise.bytes`: the highest resident set less the one before, in bytes."""
 
-    def __init__(self, *, sampled: bool = False, mapped: bool = True) -> None:
-        """`sampled`: do not use the kernel's mark (note 1); `mapped`: see note 3."""
-        self._mapped = mapped_blocks() if mapped else contextlib.nullcontext()
+    def __init__(self, *, sampled: bool = False) -> None:
+        """`sampled`: do not use the kernel's mark (note 1)."""
         self.bytes = 0
         self.exact = not sampled
         """Whether the kernel's mark was used, not samples."""
@@ -78,7 +70,6 @@ class ResidentRise:
 
     def __enter__(self) -> Self:
         """Hand free memory back and take the level before."""
-        self._mapped.__enter__()
         release_free_memory()
         self.exact = self.exact and _reset_mark()
         if not self.exact:
@@ -96,7 +87,6 @@ class ResidentRise:
             highest = max(highest, self._sampler.finish())
         else:
             highest = max(highest, _mark())
-        self._mapped.__exit__(kind, error, trace)
         self.bytes = max(0, highest - self._before)
 
 

@@ -15,7 +15,10 @@ reads is charged to its last saved read only; hence it is at most the optimum of
 `StageProblem.evaluate`.
 
 Complexity: ops x nodes^2 x 2^storages bit operations. Above `MAX_SETS` sets, those are left out that an option of the search menu
-beats however they are partitioned (`_worth`).
+beats however they are partitioned (`_worth`); above `MAX_PAIRS` pairs, X has at most two storages.
+
+A stage with more than `MAX_STORAGES` large storages is not enumerated. `relaxed_bounds` then bounds it by running each op
+once and by what its nodes need at least at once, the smaller storages being free: valid for any schedule of the stage, but weak.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ MAX_STORAGES = 16
 """Above as many large storages nothing is enumerated."""
 
 MAX_SETS = 2048
-MAX_LIMITS = 400
+MAX_PAIRS = 1_000_000
 MAX_NODES = 24
+MAX_BOUNDS = 400
 
 MAX_CHUNK = 1 << 22
 """Numbers that are compared at once."""
@@ -71,14 +75,14 @@ class _Relation:
 class _Tables:
     """A stage as arrays. `large` and `small` are positions in `StageProblem.storages`."""
 
-    def __init__(self, problem: StageProblem) -> None:
+    def __init__(self, problem: StageProblem, most: int = MAX_STORAGES) -> None:
         self.problem = problem
         graph, stage = problem.graph, problem.stage
         order = sorted(problem.own, key=problem.bytes_of, reverse=True)
         total = sum(problem.bytes_of(i) for i in order)
         self.small: list[int] = []
         share = 0
-        while order and share + problem.bytes_of(order[-1]) <= SMALL_SHARE * total:
+        while order and (share + problem.bytes_of(order[-1]) <= SMALL_SHARE * total or len(order) > most):
             share += problem.bytes_of(order[-1])
             self.small.append(order.pop())
         self.large = sorted(order)
@@ -189,7 +193,7 @@ class _Tables:
         """For each small storage the sets beside which no replay makes it, so that it is held or costs a replay of its own."""
         wanted = [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
         need, _ = self.closure(wanted, sets)
-        return [~need[list(rows)].any(axis=0) for rows in self.small_makers]
+        return [np.logical_not(np.asarray(need[list(rows)].any(axis=0))) for rows in self.small_makers]
 
     def small_prices(self, absent: Sequence[Sets], k: int) -> list[tuple[float, float]]:
         """(bytes, seconds) of holding the absent small storages or making them again, by the op that makes them, for one set."""
@@ -248,22 +252,60 @@ def enumerate_menu(problem: StageProblem, known: list[Option]) -> Enumerated | N
         problem: the stage.
         known: options of the search menu, to leave out what they beat.
     """
-    tables = _Tables(problem)
-    width = len(tables.large)
-    if width > MAX_STORAGES or len(tables.nodes) > MAX_NODES or not tables.nodes:
+    tables = _Tables(problem, most=len(problem.own))
+    if len(tables.large) > MAX_STORAGES or len(tables.nodes) > MAX_NODES or not tables.nodes:
         return None
-    numbers = np.arange(1 << width)
-    sets = ((numbers[None, :] >> np.arange(width)[:, None]) & 1).astype(np.bool_)
+    sets = _all_sets(len(tables.large))
     if sets.shape[1] > MAX_SETS:
         sets = sets[:, _worth(tables, sets, known)]
-        if sets.shape[1] > 2 * MAX_SETS:
+        if sets.shape[1] > 4 * MAX_SETS:
             return None
     best = _Windows(tables, sets)
     return _Menu(tables, sets, best).run()
 
 
-def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.intp]:
-    """Sets that no known option beats in (seconds, bytes, peak), whatever their windows: indices."""
+def relaxed_bounds(problem: StageProblem) -> list[Option]:
+    """Optimistic options of a stage that is too large to enumerate: no schedule of it beats all of them."""
+    tables = _Tables(problem)
+    sets = _all_sets(len(tables.large))
+    least, size, low = _relaxed(tables, sets)
+    low = np.maximum(low, problem.gap_bytes) if not len(tables.nodes) else low
+    order = np.lexsort((low, size, least))
+    order = order[np.isfinite(least[order])]
+    points = _undominated([(float(least[k]), float(size[k]), float(low[k]), float(low[k]), int(k), 0) for k in order])
+    return [
+        Option(
+            held=frozenset(p for c, p in enumerate(tables.large) if sets[c, k]),
+            windows=(),
+            seconds=seconds,
+            held_bytes=int(nbytes),
+            peak_bytes=int(peak),
+            forward_bytes=int(problem.front.max()),
+        )
+        for seconds, nbytes, peak, _, k, _ in _thinned(points)
+    ]
+
+
+def _all_sets(width: int) -> Sets:
+    """[column, set] of all sets of `width` storages."""
+    return ((np.arange(1 << width)[None, :] >> np.arange(width)[:, None]) & 1).astype(np.bool_)
+
+
+def _thinned(points: list[_Point]) -> list[_Point]:
+    """At most `MAX_BOUNDS` points, each at most what it stands for; a set that holds nothing stays by itself."""
+    alone = [p for p in points if p[4] == 0]
+    rest = [p for p in points if p[4] != 0]
+    stride = -(-len(rest) // MAX_BOUNDS) if rest else 1
+    groups = [rest[i : i + stride] for i in range(0, len(rest), stride)]
+    merged = [
+        (min(p[0] for p in g), min(p[1] for p in g), min(p[2] for p in g), min(p[3] for p in g), g[0][4], 0)
+        for g in groups
+    ]
+    return [*alone, *merged]
+
+
+def _relaxed(tables: _Tables, sets: Sets) -> tuple[Vector, Vector, Vector]:
+    """Seconds, held bytes and peak that each held set has at least, whatever its windows."""
     wanted = [(c, ~sets[c]) for c in range(len(tables.large)) if tables.last_node[c] >= 0]
     _, least = tables.closure(wanted, sets)
     held = tables.held_profile(sets)
@@ -271,7 +313,13 @@ def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.i
     for n in range(len(tables.nodes)):
         dropped = sum((tables.nbytes[c] * ~sets[c] for c in tables.node_reads[n]), np.zeros(sets.shape[1]))
         low = np.maximum(low, tables.at_node[n] + held[n] + dropped)
-    size = tables.held_bytes @ sets
+    outputs = np.array([tables.problem.storages[p] not in tables.problem.stage.outputs for p in tables.large])
+    return least, (tables.held_bytes * outputs) @ sets if len(outputs) else np.zeros(sets.shape[1]), low
+
+
+def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.intp]:
+    """Sets that no known option beats in (seconds, bytes, peak), whatever their windows: indices."""
+    least, size, low = _relaxed(tables, sets)
     beaten = np.isinf(least)
     for option in known:
         beaten |= (option.seconds <= least) & (option.held_bytes <= size) & (option.peak_bytes <= low)
@@ -296,8 +344,9 @@ class _Windows:
             for j in range(i, nodes):
                 self._window(i, j, sets, held)
         every = values = np.unique(np.concatenate([self.head, *self.peak.values()]))
-        if len(values) > MAX_LIMITS:
-            values = np.unique(np.quantile(values, np.linspace(0, 1, MAX_LIMITS), method="higher"))
+        most = 400 if count <= 2 * MAX_SETS else 100
+        if len(values) > most:
+            values = np.unique(np.quantile(values, np.linspace(0, 1, most), method="higher"))
         self.limits = values
         self.lows = every[
             np.minimum(np.searchsorted(every, np.concatenate([[-np.inf], values[:-1]]), side="right"), len(every) - 1)
@@ -404,6 +453,7 @@ class _Menu:
         held, above = self._pairs()
         least = best.copy()
         edges = np.searchsorted(held, np.arange(self.sets.shape[1] + 1))
+        self.edges, self.above = edges, above
         chunk = max(1, MAX_CHUNK // len(best))
         k = 0
         while k < self.sets.shape[1]:
@@ -425,7 +475,12 @@ class _Menu:
             found = np.flatnonzero((codes & codes[k]) == codes[k])
             held.append(np.full(len(found), k))
             above.append(found)
-        return np.concatenate(held), np.concatenate(above)
+        pairs = np.concatenate(held), np.concatenate(above)
+        if len(pairs[0]) <= MAX_PAIRS:
+            return pairs
+        weight = self.sets.sum(axis=0)
+        few = weight[pairs[1]] - weight[pairs[0]] <= 2
+        return pairs[0][few], pairs[1][few]
 
     def _outer_seconds(self, held: npt.NDArray[np.intp], above: npt.NDArray[np.intp]) -> Vector:
         """Seconds of the replay that makes A - K from K, for pairs."""
@@ -435,7 +490,7 @@ class _Menu:
 
     def _best_above(self, k: int, row: int) -> int:
         """The A >= K with the least seconds within a limit; K itself where nothing is better."""
-        above = np.flatnonzero((self.sets >= self.sets[:, [k]]).all(axis=0))
+        above = self.above[self.edges[k] : self.edges[k + 1]]
         total = self.windows.best[row, above] + self._outer_seconds(np.full(len(above), k), above)
         if self.windows.best[row, k] <= total.min() + 1e-12:
             return k

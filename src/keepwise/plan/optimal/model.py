@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepwise.ir import Step
 from keepwise.plan.optimal.chain import Link
-from keepwise.plan.optimal.enumerate import enumerate_menu
+from keepwise.plan.optimal.enumerate import enumerate_menu, relaxed_bounds
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.menu import dominant, search_menu
 from keepwise.plan.optimal.options import Option, StageProblem
@@ -65,7 +65,7 @@ def _menu(problem: StageProblem) -> tuple[list[Option], list[Option], bool]:
         return found, found, True
     enumerated = enumerate_menu(problem, found)
     if enumerated is None:
-        return found, found, False
+        return found, relaxed_bounds(problem), False
     return dominant([*found, *enumerated.options]), enumerated.bounds, True
 
 

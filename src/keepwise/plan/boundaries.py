@@ -278,9 +278,9 @@ def _part(nodes: list[_Node], edges: list[int]) -> list[Stretch]:
     latest_above = [NO_OP] * (n + 1)
     for i in range(n - 1, -1, -1):
         latest_above[i] = max(latest_above[i + 1], by_op[i].last)
-    clean = [edges[0]]
-    clean += [c for c in edges[1:-1] if 0 < (i := bisect_left(ops, c)) < n and latest_above[i] < earliest_below[i]]
-    clean.append(edges[-1])
+    clean = [edges[bisect_right(edges, ops[0]) - 1]]
+    clean += [c for c in edges if 0 < (i := bisect_left(ops, c)) < n and latest_above[i] < earliest_below[i]]
+    clean.append(edges[bisect_right(edges, ops[-1])])
     found: list[Stretch] = []
     for a, b in pairwise(clean):
         inside = by_op[bisect_left(ops, a) : bisect_left(ops, b)]

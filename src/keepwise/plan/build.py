@@ -89,7 +89,7 @@ class _Builder:
         starts, stops = self._tight(wanted)
         self.drafts = []
         around: list[dict[int, frozenset[int]]] = []
-        complete = True
+        more: set[int] = set()
         for i, span in enumerate(self.spans):
             outer = around[span.parent] if span.parent != NO_WINDOW else {}
             needed = {r.storage for r in wanted[i]}
@@ -106,14 +106,14 @@ class _Builder:
             if isinstance(recipe, NoRecipe):
                 obstacles = {o.storage for o in recipe.obstacles}
                 # Where holding the obstacles changes nothing, give up what the window was to rebuild.
-                self.held |= obstacles if not obstacles <= self.held else needed | extra
-                complete = False
+                more |= obstacles if not obstacles <= self.held else needed | extra
                 recipe = Recipe(ops=())
             ops = frozenset(recipe.ops)
             retain = tuple(sorted(needed | extra)) if ops else ()
             around.append(outer | dict.fromkeys(retain, ops))
             self.drafts.append(_Draft(recipe=recipe, retain=retain, start=starts[i], stop=stops[i]))
-        return complete
+        self.held |= more
+        return not more
 
     def _let_go(self) -> bool:
         """Retain for inner windows only what they read; whether that was so."""

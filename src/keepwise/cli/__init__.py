@@ -8,8 +8,15 @@ import click
 
 # Command name -> (module, one line for `keepwise --help`). The module defines a click command called `command`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "fit": ("keepwise.cli.fit", "Plan a step for a memory budget, prove it, measure it."),
+    "frontier": ("keepwise.cli.frontier", "What each budget costs in time, and where the knee is."),
+    "bench": ("keepwise.cli.bench", "Keepwise and the stock policies side by side, measured."),
+    "verify": ("keepwise.cli.verify", "Prove a plan over training steps, bit for bit."),
+    "explain": ("keepwise.cli.explain", "Why each tensor of a module is kept or recomputed."),
+    "doctor": ("keepwise.cli.doctor", "Memory hardly drops, too slow, gradients change: why, and what to do."),
     "estimate": ("keepwise.cli.estimate", "Memory of a training step from a config or plain shapes; runs no model."),
     "lesson": ("keepwise.cli.lesson", "The algorithm from scratch, with the figures."),
+    "env": ("keepwise.cli.env", "Versions, devices, memory and threads."),
 }
 
 

@@ -73,6 +73,7 @@ class Admission:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], Effects] = {}
+        self._provisional: set[tuple[str, bool]] = set()
 
     def known(self, signature: str, phase: Phase) -> Effects | None:
         """What an earlier call with this signature showed."""
@@ -86,7 +87,27 @@ class Admission:
             result, seconds, effects = _admit(func, args, kwargs)
         else:
             result, seconds, effects = _observe(func, args, kwargs)
-        self._known[signature, phase is Phase.FORWARD] = effects
+        key = signature, phase is Phase.FORWARD
+        self._known[key] = effects
+        if effects.workspace_bytes:
+            self._provisional.add(key)
+        return result, seconds, effects
+
+    def is_provisional(self, signature: str, phase: Phase) -> bool:
+        """Whether the workspace has been seen only once: a first execution may allocate what later ones find."""
+        return (signature, phase is Phase.FORWARD) in self._provisional
+
+    def again(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, signature: str, phase: Phase
+    ) -> tuple[Any, float, Effects]:
+        """Run an op for real and measure its workspace a second time."""
+        key = signature, phase is Phase.FORWARD
+        result, seconds, workspace = _measured(func, args, kwargs)
+        effects = self._known[key]
+        if workspace is not None and workspace < effects.workspace_bytes:
+            effects = replace(effects, workspace_bytes=workspace)
+        self._known[key] = effects
+        self._provisional.discard(key)
         return result, seconds, effects
 
 
@@ -117,10 +138,10 @@ def _observe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     """Time and workspace of an op that will never be replayed."""
     effects = schema_effects(func, args, kwargs)
     result, seconds, workspace = _measured(func, args, kwargs)
-    return result, seconds, replace(effects, flops=flops_of(func, args, kwargs, result), workspace_bytes=workspace)
+    return result, seconds, replace(effects, flops=flops_of(func, args, kwargs, result), workspace_bytes=workspace or 0)
 
 
-def _measured(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, int]:
+def _measured(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, int | None]:
     tensors = tensors_in(args, kwargs)
     seconds = 0.0
 
@@ -173,7 +194,7 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         random=random,
         rng_bytes=rng_bytes,
         flops=flops_of(func, args, kwargs, result),
-        workspace_bytes=workspace,
+        workspace_bytes=workspace or 0,
     )
     aliases = {t.untyped_storage()._cdata for t in tensors}
     if (

@@ -141,7 +141,7 @@ def _ops(recorder: Recorder) -> tuple[Op, ...]:
     typical = {key: statistics.median(found) for key, found in here.items()}
     done: list[Op] = []
     for index, op in enumerate(recorder.ops):
-        effects = op.effects
+        effects = recorder.effects_of(op)
         path, source = _origin(recorder.saved.saves, op)
         seconds = effects.seconds if effects is not None and effects.seconds is not None else None
         done.append(

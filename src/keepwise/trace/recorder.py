@@ -98,6 +98,11 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ before the op
 
+    def effects_of(self, op: OpDraft) -> Effects | None:
+        """What is known about an op by now."""
+        found = self._admit.known(op.signature, op.phase) if self._admit is not None else None
+        return found if found is not None else op.effects
+
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[OpDraft, list[Tensor], Incarnations]:
         index = len(self.ops)
         tensors = tensors_in(args, kwargs)
@@ -149,6 +154,8 @@ class Recorder(TorchDispatchMode):
             effects = self._admit.known(op.signature, op.phase)
             if effects is None:
                 return self._admit.run(func, args, kwargs, signature=op.signature, phase=op.phase)
+            if self._admit.is_provisional(op.signature, op.phase):
+                return self._admit.again(func, args, kwargs, signature=op.signature, phase=op.phase)
         began = time.perf_counter()
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - began

@@ -11,14 +11,14 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
-def run_with_workspace(run: Callable[[], Any]) -> tuple[Any, int]:
+def run_with_workspace(run: Callable[[], Any]) -> tuple[Any, int | None]:
     """Run something and return its result and its high water above what it leaves behind, in bytes.
 
     The classic profiler is used: it costs 0.1 ms a start, where the one for people costs 0.4 ms and writes to the terminal.
-    Where a profiler is running already nothing is measured and 0 returned.
+    Where a profiler is running already nothing is measured.
     """
     if not hasattr(_autograd, "_enable_profiler_legacy") or _autograd._profiler_enabled():
-        return run(), 0
+        return run(), None
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _autograd._enable_profiler_legacy(config)
     try:

@@ -315,6 +315,20 @@ class Plan:
         """
         return Plan(read_document(Path(path)))
 
+    def report(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
+        """Write the report as one HTML page that needs no network.
+
+        Raises:
+            UsageError: the file exists and `force` is off.
+        """
+        from keepwise.report import build_report, render_html
+
+        target = Path(path)
+        if target.exists() and not force:
+            raise UsageError(f"{target} exists; add --force to overwrite it")
+        report = build_report(self, plain=simulate(self.step), title=self.document.fingerprint.model)
+        target.write_text(render_html(report), encoding="utf-8")
+
     @property
     def num_forward_ops(self) -> int:
         """Ops of the recorded forward."""

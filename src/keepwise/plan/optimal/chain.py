@@ -31,14 +31,25 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """An input of a stage."""
+
+    storage: int
+    nbytes: int
+    """Bytes that holding it adds."""
+    held_until: int
+    """Moment until which it is there anyway."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """A stage as the chain sees it."""
 
     kind: int
     """Equal for stages that are the same problem."""
     options: tuple[Option, ...]
-    input_bytes: int
-    """Bytes of the stage's inputs while they are held."""
+    inputs: tuple[Held, ...]
+    """What crosses the cut before it."""
     level: int
     """Smallest base in the stage's backward, in bytes."""
     gap_bytes: int
@@ -47,12 +58,19 @@ class Link:
     """Smallest base in the stage's forward, in bytes."""
     forward_high: int
     """High water of the stage's forward above `forward_level` where everything is dropped, in bytes."""
+    forward_stop: int
+    """First moment after its forward."""
     pass_seconds: float
     """Time to make the stage's outputs from its inputs; infinite where that cannot be replayed."""
     pass_bytes: int
     """High water of that replay beyond the inputs, in bytes."""
     start_bytes: int
     """Base just before the stage's backward above `level`, in bytes."""
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the stage's inputs."""
+        return sum(i.nbytes for i in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +124,11 @@ class ChainProgram:
         self.grain = 1 << max(0, (max(high - low, 1) // grains).bit_length() - 1)
         self.size = -(-(high - low) // self.grain) + 1
         self.up = rounding == "up"
+        # Storage -> last stage that it is an input of.
+        self._crosses = {i.storage: s for s, link in enumerate(self.links) for i in link.inputs}
         self.segments = segments
         self._menus: dict[int, list[tuple[float, int, Option]]] = {}
-        self._keys: dict[tuple[int, int, int], int] = {}
+        self._keys: dict[tuple[int, int, int, tuple[tuple[int, int], ...]], int] = {}
         self._tables: dict[int, Table] = {}
         self._key_of: dict[tuple[int, int], int] = {}
         if segments:
@@ -159,6 +179,17 @@ class ChainProgram:
             need = max(need, option.forward_bytes + link.forward_level)
         return self.grains(need - self.low)
 
+    def _left(self, s: int, k: int) -> int:
+        """Grains of the inputs of s that are not inputs of k too: what a pass leaves behind."""
+        return self.grains(sum(i.nbytes for i in self.links[s].inputs if self._crosses[i.storage] < k))
+
+    def _extra(self, s: int, k: int) -> int:
+        """Bytes of the inputs of k that are not inputs of s."""
+        if k == s:
+            return 0
+        mine = {i.storage for i in self.links[s].inputs}
+        return sum(i.nbytes for i in self.links[k].inputs if i.storage not in mine)
+
     def _key(self, s: int, t: int) -> int:
         return self._key_of[s, t]
 
@@ -167,10 +198,15 @@ class ChainProgram:
         links = self.links
         for t in range(count):
             for s in range(t, -1, -1):
+                crossing = tuple(
+                    (i.nbytes, min(self._crosses[i.storage], t) - s)
+                    for i in links[s].inputs
+                    if self._crosses[i.storage] > s
+                )
                 if s == t:
-                    name = (-1, links[s].kind, 0)
+                    name = (-1, links[s].kind, 0, crossing)
                 else:
-                    name = (self._key_of[s + 1, t], links[s].kind, links[s].level - links[t].level)
+                    name = (self._key_of[s + 1, t], links[s].kind, links[s].level - links[t].level, crossing)
                 fresh = name not in self._keys
                 key = self._key_of[s, t] = self._keys.setdefault(name, len(self._keys))
                 if fresh:
@@ -188,22 +224,22 @@ class ChainProgram:
                     if need < self.size:
                         np.minimum(best[need:], option.seconds, out=best[need:])
             return best
-        held = self.grains(here.input_bytes)
         replayed = 0.0
         room = 0
         for k in range(s + 1, t + 1):
             replayed += links[k - 1].pass_seconds
             if not np.isfinite(replayed):
                 break
-            private = links[k - 1].pass_bytes + (links[k - 1].input_bytes if k - 1 > s else 0)
+            private = links[k - 1].pass_bytes + self._extra(s, k - 1)
             room = max(room, self.grains(links[t].start_bytes + here.input_bytes + private))
-            rest = self._shift(self._tables[self._key(k, t)], held)
+            rest = self._shift(self._tables[self._key(k, t)], self._left(s, k))
             inner = self._shift(self._tables[self._key(s, k - 1)], self._level_shift(t, k - 1))
             self._lower(best, rest + inner + replayed, room)
         if np.isfinite(here.pass_seconds):
             room = self.grains(links[t].start_bytes + here.input_bytes + here.pass_bytes)
             tail = self._tables[self._key(s + 1, t)]
             rise = here.level - links[t].level
+            held = self._left(s, s + 1)
             for option in here.options:
                 if option.held:
                     need = max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise))
@@ -227,7 +263,7 @@ class ChainProgram:
         for s in range(count - 1, -1, -1):
             best = np.full(self.size, np.inf)
             here = self.links[s]
-            held = self.grains(here.input_bytes)
+            held = self._left(s, s + 1)
             for option in here.options:
                 moved = self._shift(tables[s + 1], held + self.grains(option.held_bytes))
                 self._lower(best, moved + option.seconds, self._need(s, option, True))
@@ -238,14 +274,15 @@ class ChainProgram:
                     inner = self._absolute(s, k - 1)
                     if inner is None:
                         break
-                    self._lower(best, self._shift(tables[k], held) + inner, room)
+                    self._lower(best, self._shift(tables[k], self._left(s, k)) + inner, room)
             tables[s] = best
         return tables
 
     def _front(self, s: int, j: int) -> int:
         """Grains that the forward of stage j needs while it drops everything since the inputs of s."""
         link = self.links[j]
-        return self.grains(link.forward_high + link.forward_level + self.links[s].input_bytes - self.low)
+        inputs = sum(i.nbytes for i in self.links[s].inputs if i.held_until < link.forward_stop)
+        return self.grains(link.forward_high + link.forward_level + inputs - self.low)
 
     def _absolute(self, s: int, t: int) -> Table | None:
         """V[s,t] on the absolute scale; None where it is infinite everywhere."""
@@ -267,7 +304,7 @@ class ChainProgram:
         while s < count:
             here = self.links[s]
             value = float(self.root[s][m])
-            held = self.grains(here.input_bytes)
+            held = self._left(s, s + 1)
             chosen: tuple[float, int, StageEntry | SegmentEntry, int] | None = None
             for option in here.options:
                 rest = m - held - self.grains(option.held_bytes)
@@ -283,7 +320,7 @@ class ChainProgram:
                     inner = self._absolute(s, k - 1)
                     if inner is None:
                         break
-                    rest = m - held
+                    rest = m - self._left(s, k)
                     if rest < 0 or room > m:
                         continue
                     if float(inner[m]) + float(self.root[k][rest]) <= value + _TINY:
@@ -311,37 +348,34 @@ class ChainProgram:
                 ]
                 entries.append(StageEntry(stage=s, option=min(options, key=lambda o: o.peak_bytes)))
                 return Pass(entries=tuple(entries))
-            held = self.grains(here.input_bytes)
-            step = self._option_step(s, t, m, held, value) or self._segment_step(s, t, m, held, value)
+            step = self._option_step(s, t, m, value) or self._segment_step(s, t, m, value)
             assert step is not None, "a finite table entry has a choice"
             entry, s, m = step
             entries.append(entry)
 
-    def _option_step(self, s: int, t: int, m: int, held: int, value: float) -> tuple[StageEntry, int, int] | None:
+    def _option_step(self, s: int, t: int, m: int, value: float) -> tuple[StageEntry, int, int] | None:
         here = self.links[s]
         room = self.grains(self.links[t].start_bytes + here.input_bytes + here.pass_bytes)
         tail = self._tables[self._key(s + 1, t)]
         rise = here.level - self.links[t].level
         for option in here.options:
             if option.held:
-                rest = m - held - self.grains(option.held_bytes)
+                rest = m - self._left(s, s + 1) - self.grains(option.held_bytes)
                 if rest < 0 or max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise)) > m:
                     continue
                 if float(tail[rest]) + (option.seconds + here.pass_seconds) <= value + _TINY:
                     return StageEntry(stage=s, option=option), s + 1, rest
         return None
 
-    def _segment_step(
-        self, s: int, t: int, m: int, held: int, value: float
-    ) -> tuple[StageEntry | SegmentEntry, int, int] | None:
+    def _segment_step(self, s: int, t: int, m: int, value: float) -> tuple[StageEntry | SegmentEntry, int, int] | None:
         links = self.links
         replayed = 0.0
         room = 0
         for k in range(s + 1, t + 1):
             replayed += links[k - 1].pass_seconds
-            private = links[k - 1].pass_bytes + (links[k - 1].input_bytes if k - 1 > s else 0)
+            private = links[k - 1].pass_bytes + self._extra(s, k - 1)
             room = max(room, self.grains(links[t].start_bytes + links[s].input_bytes + private))
-            rest = m - held
+            rest = m - self._left(s, k)
             inner_at = m - self._level_shift(t, k - 1)
             if rest < 0 or inner_at < 0 or room > m:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepwise.ir import Step
-from keepwise.plan.optimal.chain import Link
+from keepwise.plan.optimal.chain import Held, Link
 from keepwise.plan.optimal.enumerate import enumerate_menu, relaxed_bounds
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.menu import dominant, search_menu
@@ -40,18 +40,24 @@ class Model:
         result: list[Link] = []
         for stage, problem, kind in zip(self.chain.stages, self.problems, self.kinds, strict=True):
             hand = problem.at_hand
-            ops = problem.recipe(stage.outputs, hand) if stage.outputs else ()
+            made = set(stage.outputs) - set(stage.inputs)
+            ops = problem.recipe(made, hand)
+            inputs = tuple(
+                Held(storage=s, nbytes=problem.cost(s), held_until=self.graph.step.storages[s].held_until)
+                for s in stage.inputs
+            )
             result.append(
                 Link(
                     kind=kind,
                     options=tuple(menus[kind]),
-                    input_bytes=sum(problem.cost(s) for s in stage.inputs),
+                    inputs=inputs,
                     level=problem.level,
                     gap_bytes=problem.gap_bytes,
                     forward_level=problem.forward_level,
                     forward_high=int(problem.front.max()),
+                    forward_stop=stage.forward_stop,
                     pass_seconds=float("inf") if ops is None else self.graph.seconds(ops),
-                    pass_bytes=0 if not ops else self.graph.replay_peak(ops, hand, stage.outputs),
+                    pass_bytes=0 if not ops else self.graph.replay_peak(ops, hand, made),
                     start_bytes=int(problem.between[0]) if len(problem.between) else 0,
                 )
             )

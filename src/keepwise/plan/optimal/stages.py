@@ -1,27 +1,18 @@
-"""Cuts the forward pass at its narrow points into a chain of *stages*, and recognises equal ones.
+"""The forward pass as a chain of *stages*, and which of them are the same problem.
 
-A *cut* lies before a forward op. What crosses it is every storage that was born before and is read after. Where at most
-one storage crosses (apart from what is alive almost everywhere and is always held: masks, rotary tables, an encoder's
-output), the forward pass can be started again from that storage alone. Stages are what lies between two cuts; consecutive
-small ones are joined where the joined sequence repeats (attention and MLP of a transformer make a block), and where
-backward does not visit them one after the other.
+A stage is a piece between two cuts (`cuts`) with its backward: the moments at which the saved tensors of its ops are read. Pieces
+whose backward is not visited one after the other, in reverse order, are joined.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepwise.ir import NO_OP
+from keepwise.plan.optimal.cuts import Piece, find_pieces
 from keepwise.plan.optimal.graph import Graph
-
-TARGET_OPS = 60
-"""Stages are made of about as many ops, where the graph allows."""
-
-NEAR = 4
-"""Cuts as many ops apart are the same place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +35,7 @@ class Stage:
     inputs: tuple[int, ...]
     """Storages that cross the cut before it."""
     shared: frozenset[int]
-    """Inputs that the backward of the stage before reads too: they stay to the end of this stage's backward."""
+    """Inputs that the stage before needs too (its backward reads them, or they cross it): they stay while this one runs."""
     outputs: tuple[int, ...]
     """Storages that cross the cut after it."""
     own: tuple[int, ...]
@@ -78,165 +69,13 @@ class Chain:
     """Droppable storages that no stage decides about: always held."""
 
 
-def cut_chain(graph: Graph, *, target_ops: int = TARGET_OPS) -> Chain:
-    """Cut the forward pass of `graph`."""
-    forward = graph.forward
-    position = {op: i for i, op in enumerate(forward)}
-    life = _lifetimes(graph, position)
-    wide = _always_held(graph, life, target_ops)
-    cuts = _cuts(graph, life, wide)
-    groups = _join_repeats(graph, cuts, target_ops)
-    return _consistent(graph, groups, wide)
+def cut_chain(graph: Graph) -> Chain:
+    """Cut the forward pass of `graph`; what is always held is charged in its base from then on."""
+    pieces, wide = find_pieces(graph)
+    return _consistent(graph, pieces, wide)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Life:
-    """Positions in forward by storage."""
-
-    first: dict[int, int]
-    """Where it is born."""
-    last: dict[int, int]
-    """Where it is read last."""
-    moving: dict[int, int]
-    """Where a version that is overwritten later is read last: no cut may lie between."""
-
-
-def _lifetimes(graph: Graph, position: dict[int, int]) -> _Life:
-    step = graph.step
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    moving: dict[int, int] = {}
-    for op, at in position.items():
-        for storage in graph.made_by[op]:
-            first[storage] = last[storage] = at
-    for op, at in position.items():
-        for value in step.ops[op].inputs:
-            storage = step.values[value].storage
-            if storage in first:
-                last[storage] = max(last[storage], at)
-                if not graph.settled(value) or graph.outlives_reads(storage):
-                    moving[storage] = max(moving.get(storage, 0), at)
-    return _Life(first=first, last=last, moving=moving)
-
-
-def _charged(graph: Graph, storage: int) -> bool:
-    """Whether holding the storage costs anything: not where others hold it to the end."""
-    s = graph.step.storages[storage]
-    return not graph.is_leaf(storage) and s.held_until < graph.num_moments - 1
-
-
-def _always_held(graph: Graph, life: _Life, target_ops: int) -> frozenset[int]:
-    """Storages whose readers are so far apart that no narrow point is left unless they are held."""
-    spans = {s: life.last[s] - at for s, at in life.first.items() if _charged(graph, s) and s not in life.moving}
-    size = len(graph.forward)
-    best: frozenset[int] = frozenset()
-    widest = size + 1
-    limit = size + 1
-    while limit > target_ops // 4:
-        wide = frozenset(s for s, span in spans.items() if span > limit)
-        edges = [at for at, _ in _cuts(graph, life, wide)] + [size]
-        gap = max(b - a for a, b in itertools.pairwise(edges))
-        if gap < 0.8 * widest:
-            best, widest = wide, gap
-        if widest <= 2 * target_ops:
-            break
-        limit //= 2
-    return best
-
-
-def _cuts(graph: Graph, life: _Life, wide: frozenset[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """(position, crossing storages) where at most one storage crosses."""
-    size = len(graph.forward)
-    opens: list[list[int]] = [[] for _ in range(size + 1)]
-    closes: list[list[int]] = [[] for _ in range(size + 1)]
-    shut = [0] * (size + 2)
-    for storage, at in life.first.items():
-        if storage in life.moving:
-            shut[at + 1] += 1
-            shut[life.moving[storage] + 1] -= 1
-        if storage in wide or not _charged(graph, storage) or life.last[storage] <= at:
-            continue
-        opens[at + 1].append(storage)  # crosses cuts at+1 .. last
-        closes[min(life.last[storage] + 1, size)].append(storage)
-    cuts: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-    crossing: set[int] = set()
-    closed = shut[0]
-    for at in range(1, size):
-        crossing.difference_update(closes[at])
-        crossing.update(opens[at])
-        closed += shut[at]
-        if len(crossing) == 1 and not closed and tuple(crossing) != cuts[-1][1]:
-            cuts.append((at, tuple(crossing)))
-    return _without_unsaved(graph, cuts)
-
-
-def _without_unsaved(graph: Graph, cuts: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Leave out cuts at a storage that nobody saves where one at a saved storage is near: that one costs nothing to hold."""
-    saved = [at for at, crossing in cuts if any(graph.reads[s] for s in crossing)]
-    kept: list[tuple[int, tuple[int, ...]]] = []
-    for at, crossing in cuts:
-        good = not crossing or any(graph.reads[s] for s in crossing)
-        if good or not any(abs(at - other) <= NEAR for other in saved):
-            kept.append((at, crossing))
-    return kept
-
-
-def _join_repeats(
-    graph: Graph, cuts: Sequence[tuple[int, tuple[int, ...]]], target_ops: int
-) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(from, to, inputs) of stages: consecutive pieces joined to the period of the longest repetition."""
-    size = len(graph.forward)
-    ops = graph.step.ops
-    pieces = [(cut, cuts[i + 1][0] if i + 1 < len(cuts) else size, crossing) for i, (cut, crossing) in enumerate(cuts)]
-    pieces = _with_saves(graph, pieces)
-    names = [
-        tuple(ops[graph.forward[i]].signature or ops[graph.forward[i]].target for i in range(a, b))
-        for a, b, _ in pieces
-    ]
-    best_period, best_start, best_cover = 1, 0, 0
-    for period in range(1, min(len(pieces) // 2, 32) + 1):
-        start, run, top, top_start = 0, 0, 0, 0
-        for i in range(len(pieces) - period):
-            if names[i] == names[i + period]:
-                if run == 0:
-                    start = i
-                run += 1
-                if run > top:
-                    top, top_start = run, start
-            else:
-                run = 0
-        cover = top + period if top >= period else 0
-        if cover > best_cover * 1.1:
-            best_period, best_start, best_cover = period, top_start, cover
-    if best_cover == 0:
-        return pieces
-    joined: list[tuple[int, int, tuple[int, ...]]] = list(pieces[:best_start])
-    i = best_start
-    while i + best_period <= best_start + best_cover:
-        run = pieces[i : i + best_period]
-        if run[-1][1] - run[0][0] <= 2 * target_ops:
-            joined.append((run[0][0], run[-1][1], run[0][2]))
-        else:
-            joined.extend(run)
-        i += best_period
-    joined.extend(pieces[i:])
-    return joined
-
-
-def _with_saves(graph: Graph, pieces: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Join pieces that save nothing to the one before."""
-    saved = graph.step.saved_storages
-    result: list[tuple[int, int, tuple[int, ...]]] = []
-    for piece in pieces:
-        makes = any(s in saved for i in range(piece[0], piece[1]) for s in graph.made_by[graph.forward[i]])
-        if makes or len(result) == 0:
-            result.append(piece)
-        else:
-            result[-1] = (result[-1][0], piece[1], result[-1][2])
-    return result
-
-
-def _consistent(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: frozenset[int]) -> Chain:
+def _consistent(graph: Graph, groups: list[Piece], wide: frozenset[int]) -> Chain:
     """Stages whose backward spans are disjoint and in reverse order; others are joined."""
     while True:
         stages = _stages(graph, groups, wide)
@@ -250,7 +89,7 @@ def _consistent(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wi
     return Chain(stages=tuple(_stages(graph, groups, wide)), held=held)
 
 
-def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: frozenset[int]) -> list[Stage]:
+def _stages(graph: Graph, groups: list[Piece], wide: frozenset[int]) -> list[Stage]:
     reads = _assign_reads(graph, groups)
     step = graph.step
     stages: list[Stage] = []
@@ -275,7 +114,8 @@ def _stages(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]], wide: 
         nodes = _nodes([r for r in reads[i] if r[0] in own or r[0] in mine])
         path = _common_path([step.ops[o].path for o in ops])
         stop = graph.forward[groups[i + 1][0]] if i + 1 < len(groups) else max(first, ops[-1] + 1)
-        shared = frozenset(s for s, _, _ in reads[i - 1] if s in mine) if i > 0 else frozenset()
+        before = {s for s, _, _ in reads[i - 1]}.union(groups[i - 1][2]) if i > 0 else set[int]()
+        shared = frozenset(before & mine)
         key = (_key(graph, ops, inputs, outputs, own, nodes, first, last, stop), tuple(s in shared for s in inputs))
         stages.append(
             Stage(
@@ -301,7 +141,7 @@ def _decidable(graph: Graph, storage: int) -> bool:
     return storage in graph.droppable and not graph.outlives_reads(storage)
 
 
-def _assign_reads(graph: Graph, groups: list[tuple[int, int, tuple[int, ...]]]) -> list[list[tuple[int, int, int]]]:
+def _assign_reads(graph: Graph, groups: list[Piece]) -> list[list[tuple[int, int, int]]]:
     """(storage, first, last) of the reads of each stage's saved tensors.
 
     `Save.at` does not tell whether an op saved its output or the next one its input; at a cut the moment of the read decides.

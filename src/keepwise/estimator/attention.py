@@ -22,9 +22,8 @@ def attention(
         query, key, value = _projections(b, x, read, spec, width, prefix, memory)
         query, key = _query_norms(b, query, key, spec, prefix)
         if spec.rotary:
-            fused = query == key
-            query = _rotate(b, query, spec.heads * spec.head_dim, spec, f"{prefix}.rotary_query", prefix, partial=fused)
-            key = _rotate(b, key, spec.kv_heads * spec.head_dim, spec, f"{prefix}.rotary_key", prefix, partial=fused)
+            query = _rotate(b, query, spec, f"{prefix}.rotary_query", prefix)
+            key = _rotate(b, key, spec, f"{prefix}.rotary_key", prefix)
     if b.context.autocast:
         query = b.cast(query, b.context.itemsize, f"{prefix}.query_cast", prefix)
         key = b.cast(key, b.context.itemsize, f"{prefix}.key_cast", prefix)
@@ -57,7 +56,9 @@ def _projections(
             targets=("q", "k", "v"),
             gathered=gathered,
         )
-        return fused, fused, fused
+        names = (f"{prefix}.query", f"{prefix}.key", f"{prefix}.value")
+        query, key, value = b.views(fused, [b.context.rows * n for n in (queries, keys, values)], names, prefix)
+        return query, key, value
     source, read = (x, gathered) if memory is None else (memory, None)
     query = b.linear(x, width, queries, f"{prefix}.query", prefix, bias=spec.bias[0], targets=("q",), gathered=gathered)
     key = b.linear(
@@ -97,14 +98,12 @@ def _query_norms(b: Builder, query: int, key: int, spec: Attention, prefix: str)
     )
 
 
-def _rotate(b: Builder, x: int, numel_row: int, spec: Attention, name: str, module: str, *, partial: bool) -> int:
-    """Rotary positions: a new tensor; the angles are shared by all layers. `partial`: x is a view of a fused projection."""
+def _rotate(b: Builder, x: int, spec: Attention, name: str, module: str) -> int:
+    """Rotary positions: a new tensor; the angles are shared by all layers."""
     context = b.context
     angles = _angles(b, spec)
-    rows = context.rows
     itemsize = max(b.itemsize(x), 4) if context.autocast else b.itemsize(x)
-    split = "tensor" if numel_row == spec.heads * spec.head_dim and not partial else b.split(x)
-    y = b.value(name, rows * numel_row, itemsize, split=split)
+    y = b.like(x, name, itemsize=itemsize)
     extra = 0 if context.fused_kernels else 2 * b.graph.values[y].num_bytes
     b.op(name, f"{module}.rotary", [x], [y], [angles], forward_extra=extra, backward_extra=extra)
     return y
@@ -191,7 +190,8 @@ def _can_fuse(spec: Attention, context: Context) -> Literal["fused", "fallback",
         return "eager"  # transformers refuses SDPA for these
     if context.attention == "flash" and spec.relative_bias:
         return "eager"
-    if context.cpu and (spec.dropout > 0 or spec.relative_bias or spec.head_dim != spec.value_dim):
+    trained_bias = spec.relative_bias or (spec.zero_bias and context.checkpointed)
+    if context.cpu and (spec.dropout > 0 or trained_bias or spec.head_dim != spec.value_dim):
         return "fallback"
     return "fused"
 
@@ -201,7 +201,7 @@ def _ring(b: Builder, key: int, value: int) -> list[Collective]:
     context = b.context
     if context.context_parallel == 1:
         return []
-    size = int(sum(b.graph.values[v].num_bytes for v in {key, value})) * (context.context_parallel - 1)
+    size = int(sum(b.graph.values[v].gradient_bytes for v in (key, value))) * (context.context_parallel - 1)
     ranks = context.context_parallel
     return [
         Collective(group="context", kind="ring", num_bytes=size, phase=p, ranks=ranks) for p in ("forward", "backward")
@@ -237,7 +237,7 @@ def _fused_kernel(
     statistics = b.value(f"{prefix}.log_sum", rows * heads, 4, split="tensor", kind="statistic")
     out = b.value(f"{prefix}.result", rows * heads * spec.value_dim, context.itemsize, split="tensor")
     accumulator = 0 if context.cpu else rows * heads * spec.head_dim * 4 // context.tensor_parallel
-    key_value_bytes = sum(b.graph.values[v].num_bytes for v in {key, value})
+    key_value_bytes = sum(b.graph.values[v].gradient_bytes for v in (key, value))
     ring_buffer = 2 * key_value_bytes if context.context_parallel > 1 else 0
     b.op(
         f"{prefix}.kernel",
@@ -309,6 +309,9 @@ def _matrix_kernel(
         flops=first,
     )
     x = b.pointwise(scores, f"{prefix}.scaled", module) if not layout else scores
+    if spec.relative_bias or spec.zero_bias:
+        bias = b.enter("position_bias", heads * context.length * keys, wide, shared=True)
+        x = b.add(x, bias, f"{prefix}.biased", module)
     if spec.softcap:
         x = b.pointwise(b.pointwise(x, f"{prefix}.softcap", module, saves="result"), f"{prefix}.capped", module)
     # A fused scale-mask-softmax works in the storage type; the Python form widens, keeps the wide result and narrows a copy.

@@ -55,5 +55,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """dropout before the adapters."""
     quantised: bool
     """base matrices are stored in few bits and expanded when used."""
+    checkpointed: bool
+    """blocks are rebuilt: transformers then gives T5's cross-attention a bias with gradients, which rules out fused CPU kernels."""
     held_gradients: bool
     """gradient buffers exist all the time, so that each new one is added to them."""

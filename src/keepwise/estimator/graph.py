@@ -1,8 +1,8 @@
 """A piece of a model as operators: what each makes, what autograd saves of it, and the live bytes of its two passes.
 
 Notes that the code refers to:
-1. A value is one storage. Views (heads of a fused projection, halves of a gate) are the same value, as autograd keeps the whole
-   storage alive when it saves a view.
+1. A value is one storage. Views (heads of a fused projection, halves of a gate) hold no bytes of their own: autograd keeps the
+   whole storage alive when it saves one, so operators save the viewed value. Gradients of views are tensors of their own.
 2. Autograd frees what a node saved right after the node ran; a value that several nodes saved lives until the last of them in
    backward order, which is the first in forward order.
 3. Sums pass one gradient on to both addends without a copy; everything else makes new gradients for its inputs.
@@ -42,6 +42,10 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     """what it holds."""
     shared: bool
     """whether all blocks of a stack share it (position angles, the encoder's output)."""
+    root: int
+    """value whose storage it is: itself unless it is a view."""
+    gradient_bytes: int
+    """bytes of its gradient; a view has one of its own, though it holds no bytes (note 1)."""
 
     @property
     def has_gradient(self) -> bool:
@@ -222,7 +226,7 @@ class Graph:
         last_read: dict[int, int] = {}
         for op in self.ops:
             for v in op.inputs:
-                last_read[v] = op.index
+                last_read[v] = last_read[self.values[v].root] = op.index
         live = {v for v in (self.entry,) if v >= 0}
         live_bytes = self.bytes_of(live)
         peak = live_bytes
@@ -232,7 +236,7 @@ class Graph:
                     live.add(v)
                     live_bytes += self.values[v].num_bytes
             peak = max(peak, live_bytes + op.forward_extra)
-            for v in (*op.inputs, *op.outputs):
+            for v in dict.fromkeys((*op.inputs, *op.outputs, *(self.values[i].root for i in op.inputs))):
                 done = last_read.get(v, op.index) <= op.index
                 if done and v in live and v not in saved and v != self.exit:
                     live.discard(v)
@@ -256,7 +260,7 @@ class Graph:
                 del owners[storage], sizes[storage]
 
         if self.exit >= 0:
-            sizes[0], owners[0], gradient[self.exit] = self.values[self.exit].num_bytes, 1, 0
+            sizes[0], owners[0], gradient[self.exit] = self.values[self.exit].gradient_bytes, 1, 0
         peak, peak_held = held + sum(sizes.values()), held
         for op in reversed(self.ops):
             arriving = [gradient[v] for v in op.outputs if v in gradient]
@@ -271,7 +275,7 @@ class Graph:
                     else:
                         counter += 1
                         storage = counter
-                        sizes[storage], owners[storage] = self.values[v].num_bytes, 1
+                        sizes[storage], owners[storage] = self.values[v].gradient_bytes, 1
                     fresh.append((v, storage))
                 now = held + sum(sizes.values()) + op.backward_extra
                 if now > peak:
@@ -283,7 +287,7 @@ class Graph:
                             release(storage)
                             counter += 1
                             storage = counter
-                            sizes[storage], owners[storage] = self.values[v].num_bytes, 1
+                            sizes[storage], owners[storage] = self.values[v].gradient_bytes, 1
                     gradient[v] = storage
                 for v in op.outputs:
                     if v in gradient and v not in op.inputs:

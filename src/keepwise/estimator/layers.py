@@ -118,37 +118,34 @@ def _inner(b: Builder, x: int, spec: Mlp, width: int, prefix: str, read: int | N
 
 
 def _gate(b: Builder, gate: int, up: int, spec: Mlp, prefix: str) -> int:
-    """act(gate) * up. `gate` and `up` may be halves of one value."""
+    """act(gate) * up. `gate` and `up` may be one fused projection, whose halves are views."""
     module = f"{prefix}.activation"
-    numel = b.numel(gate) // (2 if gate == up else 1)
+    if spec.activation == "clamped_swiglu" and not b.context.fused_kernels:
+        return _clamped_gate(b, gate, b.numel(gate) // 2, prefix)
+    fused = gate == up
+    if fused:
+        half = b.numel(gate) // 2
+        gate, up = b.views(gate, (half, half), (f"{prefix}.gate_half", f"{prefix}.up_half"), module)
     if b.context.fused_kernels:
-        y = b.value(f"{prefix}.gated", numel, b.itemsize(gate), split=b.split(gate))
-        b.op(f"{prefix}.gated", module, dict.fromkeys((gate, up)), [y], dict.fromkeys((gate, up)))
+        y = b.like(gate, f"{prefix}.gated")
+        b.op(f"{prefix}.gated", module, [gate, up], [y], [gate, up])
         return y
-    if spec.activation == "clamped_swiglu":
-        return _clamped_gate(b, gate, numel, prefix)
-    half = gate
-    if gate == up:
-        half = b.value(f"{prefix}.gate_active", numel, b.itemsize(gate), split=b.split(gate))
-        b.op(f"{prefix}.activation", module, [gate], [half], [gate])
-    else:
-        half = b.activation(gate, spec.activation, f"{prefix}.gate_active", prefix)
-    y = b.value(f"{prefix}.gated", numel, b.itemsize(gate), split=b.split(gate))
-    b.op(f"{prefix}.gated", module, [half, up], [y], [half, up])
-    return y
+    active = b.activation(gate, spec.activation, f"{prefix}.gate_active", prefix)
+    return b.multiply(active, up, f"{prefix}.gated", module)
 
 
 def _clamped_gate(b: Builder, both: int, numel: int, prefix: str) -> int:
     """(clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)), the gate of gpt-oss."""
     module, size, split = f"{prefix}.activation", b.itemsize(both), b.split(both)
+    gate_half, up_half = b.views(both, (numel, numel), (f"{prefix}.gate_half", f"{prefix}.up_half"), module)
 
     def make(name: str) -> int:
         return b.value(f"{prefix}.{name}", numel, size, split=split)
 
     gate = make("gate_clamped")
-    b.op(f"{prefix}.gate_clamped", module, [both], [gate], [both])
+    b.op(f"{prefix}.gate_clamped", module, [gate_half], [gate], [both])
     up = make("up_clamped")
-    b.op(f"{prefix}.up_clamped", module, [both], [up], [both])
+    b.op(f"{prefix}.up_clamped", module, [up_half], [up], [both])
     sigmoid = make("sigmoid")
     b.op(f"{prefix}.sigmoid", module, [gate], [sigmoid], [sigmoid])
     active = b.multiply(gate, sigmoid, f"{prefix}.gate_active", module)
@@ -161,6 +158,8 @@ def experts(b: Builder, x: int, spec: Experts, width: int) -> int:
     Tokens are taken to be routed evenly. Under expert parallelism each rank sends its tokens away and works on as many of others.
     """
     context, prefix, module = b.context, "moe", "moe.experts"
+    # A gated shared expert runs first, so that it is still alive when the routed ones are in backward.
+    shared = _shared_expert(b, x, spec, width, prefix) if spec.shared is not None and spec.shared_gate else None
     rows, chosen = context.rows, context.rows * spec.active
     logits = b.linear(x, width, spec.num, "moe.router", "moe.router", bias=spec.router_bias, parallel="none")
     logits = b.cast(logits, 4, "moe.router_logits", "moe.router")
@@ -188,15 +187,20 @@ def experts(b: Builder, x: int, spec: Experts, width: int) -> int:
         merged = b.value("moe.result", rows * width, size)
         b.op("moe.combine", module, [result, weights], [merged], [weights], collectives=exchange)
     else:
-        wide = max(b.itemsize(result), 4)
+        wide = max(b.itemsize(result), 4) if spec.wide_weights else b.itemsize(result)
         scaled = b.value("moe.scaled", chosen * width, wide)
         spread = b.value("moe.spread_weights", chosen, 4)
-        b.op("moe.scale", module, [result, weights], [scaled, spread], [result, spread])
+        # The weights' gradient is a product of full size that is summed over the width.
+        extra = b.graph.values[scaled].num_bytes * (1 if wide == b.itemsize(result) else 2)
+        b.op("moe.scale", module, [result, weights], [scaled, spread], [result, spread], backward_extra=extra)
         merged = b.value("moe.result", rows * width, size)
         b.op("moe.combine", module, [scaled], [merged], collectives=exchange)
     if spec.shared is None:
         return merged
-    return b.add(merged, _shared_expert(b, x, spec, width, prefix), "moe.sum", "moe")
+    shared = _shared_expert(b, x, spec, width, prefix) if shared is None else shared
+    if spec.shared_gate:
+        shared = _gate_shared(b, x, shared, width, prefix)
+    return b.add(merged, shared, "moe.sum", "moe")
 
 
 def _grouped(b: Builder, tokens: int, spec: Experts, width: int, module: str) -> int:
@@ -246,9 +250,11 @@ def _grouped(b: Builder, tokens: int, spec: Experts, width: int, module: str) ->
 
 def _shared_expert(b: Builder, x: int, spec: Experts, width: int, prefix: str) -> int:
     assert spec.shared is not None
-    y = mlp(b, x, spec.shared, width, prefix=f"{prefix}.shared")
-    if not spec.shared_gate:
-        return y
+    return mlp(b, x, spec.shared, width, prefix=f"{prefix}.shared")
+
+
+def _gate_shared(b: Builder, x: int, y: int, width: int, prefix: str) -> int:
+    """The shared expert's result times a sigmoid of the token's state."""
     logit = b.linear(x, width, 1, f"{prefix}.shared_gate", f"{prefix}.router", parallel="none")
     gate = b.pointwise(logit, f"{prefix}.shared_gate_value", f"{prefix}.router", saves="result")
     scaled = b.like(y, f"{prefix}.shared_scaled")

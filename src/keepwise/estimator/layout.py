@@ -121,5 +121,6 @@ def _context(stack: Stack, setup: Setup, source: tuple[int, int]) -> Context:
         lora_targets=setup.lora_targets,
         lora_dropout=setup.lora_dropout,
         quantised=setup.quantised is not None,
+        checkpointed=setup.checkpointing.kind != "none",
         held_gradients=setup.gradients == "held" or setup.accumulation > 1,
     )

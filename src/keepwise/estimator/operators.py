@@ -50,15 +50,19 @@ class Builder:
         kind: Kind = "activation",
         shared: bool = False,
         maker: int | None = None,
+        view_of: int | None = None,
     ) -> int:
-        """Add a value; returns its index. `maker` defaults to the operator that is added next."""
+        """Add a value; returns its index. `maker` defaults to the operator that is added next. A view holds no bytes."""
+        size = -int(-numel * itemsize // self._divisors[split])
         value = Value(
             index=len(self.graph.values),
             name=name,
             numel=numel,
             itemsize=itemsize,
             split=split,
-            num_bytes=-int(-numel * itemsize // self._divisors[split]),
+            num_bytes=size if view_of is None else 0,
+            root=len(self.graph.values) if view_of is None else self.graph.values[view_of].root,
+            gradient_bytes=size,
             maker=len(self.graph.ops) if maker is None else maker,
             kind=kind,
             shared=shared,
@@ -95,7 +99,7 @@ class Builder:
                 kind=kind,
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
-                saves=tuple(saves),
+                saves=tuple(dict.fromkeys(self.graph.values[v].root for v in saves)),
                 flops=flops,
                 backward_flops=2 * flops if backward_flops is None else backward_flops,
                 passes_gradient=passes_gradient,
@@ -116,6 +120,15 @@ class Builder:
     def split(self, value: int) -> Split:
         """How a value is divided."""
         return self.graph.values[value].split
+
+    def views(self, x: int, numels: Sequence[int], names: Sequence[str], module: str) -> list[int]:
+        """Views of parts of a value. Their gradients are joined into a new tensor in backward."""
+        made = [
+            self.value(name, numel, self.itemsize(x), split=self.split(x), view_of=x)
+            for name, numel in zip(names, numels, strict=True)
+        ]
+        self.op(names[0], module, [x], made)
+        return made
 
     def like(self, value: int, name: str, *, itemsize: float | None = None) -> int:
         """Add a value of the same shape."""
@@ -224,7 +237,9 @@ class Builder:
         narrow = self.itemsize(x)
         wide = self.cast(x, 4, f"{name}.input", module)
         square = self.like(wide, f"{name}.square")
-        self.op(f"{name}.square", module, [wide], [square], [wide])
+        # The derivative of a power is computed as a power and a product.
+        extra = 2 * self.graph.values[square].num_bytes
+        self.op(f"{name}.square", module, [wide], [square], [wide], backward_extra=extra)
         root = self.value(f"{name}.root", rows, 4, split=self.split(x), kind="activation")
         self.op(f"{name}.root", module, [square], [root], [root])
         scaled = self.like(wide, f"{name}.scaled")

@@ -102,6 +102,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """whether the shared expert's result is scaled by a learned gate."""
     renormalised: bool = True
     """whether the chosen weights are divided by their sum."""
+    wide_weights: bool = False
+    """whether the chosen weights stay fp32, which widens the experts' weighted results."""
     router_bias: bool = False
     """whether the router has a trained bias."""
 

@@ -178,8 +178,7 @@ def _shared_bytes(entries: Sequence[Entry]) -> int:
     once: dict[tuple[str, str], int] = {}
     for entry in entries:
         for piece in entry.pieces:
-            for v in piece.graph.saved():
-                value = piece.graph.values[v]
+            for value in piece.graph.values:
                 if value.shared:
                     once[piece.stack, value.name] = value.num_bytes
     return sum(once.values())

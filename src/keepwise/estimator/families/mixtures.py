@@ -29,6 +29,7 @@ def mixtral(config: Config) -> Architecture:
         num=config.size("num_local_experts", "num_experts", default=8),
         active=config.size("num_experts_per_tok", default=2),
         expert=expert,
+        wide_weights=True,
     )
     block = Block(norm="rms", attention=attention, feed_forward=mixture)
     return decoder(config, (block,) * layers, width=width, vocab=vocab, head=language_head(config, vocab, tied=False))
@@ -138,6 +139,7 @@ def deepseek(config: Config) -> Architecture:
         expert=replace(dense, inner=inner, fused_gate=True),
         shared=replace(dense, inner=inner * num_shared) if num_shared else None,
         renormalised=third and config.flag("norm_topk_prob", default=True),
+        wide_weights=True,
     )
     first = int(config.values.get("first_k_dense_replace", 3 if third else 0) or 0)
     blocks = tuple(

@@ -6,6 +6,10 @@ Notes:
 2. What decides is whether gradients are recorded, never `model.training`. Under `no_grad`, `inference_mode`, a functorch
    transform or a compiler's trace, forward runs as if nothing had been applied.
 3. Which runner belongs to which model stands in a weak table, not on the model: state_dict, pickles and `__dict__` stay the user's.
+4. A dispatch mode of the user's around the model may change what ops return, and a replay runs without it. The first step under a
+   mode that was not there before is audited.
+5. The generated subclass must not be seen by the user's `__init_subclass__` (registries, required arguments): it is made over
+   `nn.Module` and given its base afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise._errors import KeepwiseError
 from keepwise.runtime.guard import Guard
@@ -28,6 +33,10 @@ from keepwise.runtime.stats import StepStats
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 _PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+_hooks_are_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 class Chooser(Protocol):
@@ -63,6 +72,8 @@ class Runner:
         self.collecting = False
         self.seen: list[StepStats] = []
         """Statistics of the audited steps while `collecting`."""
+        self.trusted: frozenset[type] = frozenset()
+        """Dispatch modes under which replays were seen to be right."""
         self.local = threading.local()
 
     def is_active(self) -> bool:
@@ -72,23 +83,33 @@ class Runner:
             and (not self.program.drops_nothing or self.chooser is not None)
             and torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()
-            and torch._C._autograd._saved_tensors_hooks_is_enabled()
-            and torch._C._functorch.peek_interpreter_stack() is None
+            and _hooks_are_enabled()
+            and _functorch_stack() is None
             and not torch.compiler.is_compiling()
         )
 
     def begin(self) -> StepStats:
         """New statistics, for a forward pass or a `with plan:` that starts now."""
+        self._trust()
         self.num_steps += 1
         self.stats = StepStats()
-        self.stats.auditing = bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
+        self.stats.modes = _foreign_modes() - self.trusted
+        self.stats.auditing = bool(self.stats.modes) or (
+            bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
+        )
         self.stats.collecting = self.collecting
         if self.collecting:
             self.seen.append(self.stats)
         return self.stats
 
+    def _trust(self) -> None:
+        """Note 4: the last step went well."""
+        if self.stats.modes and self.stats.num_audited and not self.stats.mismatched:
+            self.trusted |= self.stats.modes
+
     def reset(self) -> None:
         """Forget all statistics."""
+        self._trust()
         self.stats = StepStats()
         self.seen = []
 
@@ -127,6 +148,11 @@ class Runner:
         watching.stats.over_budget |= over
         chooser.learn(key, watching.stats.saved_bytes - before)
         return result
+
+
+def _foreign_modes() -> frozenset[type]:
+    """Dispatch modes around us that are no part of PyTorch's own machinery."""
+    return frozenset(type(m) for m in _get_current_dispatch_mode_stack() if not type(m).is_infra_mode())
 
 
 def namer_of(model: nn.Module | None) -> Any:
@@ -173,8 +199,20 @@ def _subclass(base: type) -> type:
         "__doc__": base.__doc__,
         "_keepwise_base": base,
     }
-    made = type(base)(base.__name__, (base,), names)
+    made = _derived(base, names)
     _CLASSES[base] = made
+    return made
+
+
+def _derived(base: type, names: dict[str, Any]) -> type:
+    """Note 5."""
+    if getattr(base.__init_subclass__, "__func__", None) is None:  # nobody but `object` defines it
+        return type(base)(base.__name__, (base,), names)
+    made = type(base)(base.__name__, (nn.Module,), names)
+    try:
+        made.__bases__ = (base,)
+    except TypeError:  # another layout (`__slots__`)
+        return type(base)(base.__name__, (base,), names)
     return made
 
 

@@ -6,6 +6,7 @@ arguments in the order given; lists and tuples (`Tensor[]`, `Tensor?[]`) are ent
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -44,6 +45,57 @@ def tensors_out(result: Any) -> list[Tensor | None]:
                 found.append(r if isinstance(r, Tensor) else None)
         return found
     return [None]
+
+
+def storage_key(t: Tensor) -> int | None:
+    """Identity of the storage of `t` for as long as it lives; None where it has none of its own."""
+    if t.layout is not torch.strided:
+        return None
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: list[Tensor]) -> torch.device:
+    """The device on which a call draws random numbers."""
+    given = kwargs.get("device") if kwargs else None
+    if isinstance(given, torch.device):
+        return given
+    for a in args:
+        if isinstance(a, torch.device):
+            return a
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+@functools.cache
+def _write_positions(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the schema's arguments that an op writes."""
+    written = [
+        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return tuple(i for i, _ in written), tuple(name for _, name in written)
+
+
+def mutates(func: Any) -> bool:
+    """Whether an op may write its arguments; True for whatever has no schema (higher-order operators)."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or schema.is_mutable
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """Tensors among the arguments that an op writes according to its schema; all of them where it has none."""
+    if getattr(func, "_schema", None) is None:
+        from torch.utils._pytree import tree_leaves
+
+        return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if not func._schema.is_mutable:
+        return []
+    positions, names = _write_positions(func)
+    given = [args[i] for i in positions if i < len(args)]
+    if kwargs:
+        given += [kwargs[name] for name in names if name in kwargs]
+    return tensors_in(tuple(given), None)
 
 
 def with_tensors(

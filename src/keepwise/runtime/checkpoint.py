@@ -2,20 +2,12 @@
 
 The ops of the region are captured as they run; backward replays those of them that its saved tensors need, from the region's
 inputs. Hooks, counters, buffers and random draws happen once; Batch normalisation statistics move once; a region may
-use any generator.
-
-Notes:
-1. Whatever is not made by the region's own ops is captured by reference: inputs, parameters, tensors in closures.
-2. In a region inside a region, what the outer one makes is not captured but replayed by the outer one first, as nested
-   checkpoints should.
-3. A selective policy (`create_selective_checkpoint_contexts`) is asked once an op; what it wants saved is not bound as a result of
-   the region, so that readers capture it and autograd keeps it.
+use any generator. `region` holds the mechanism.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,171 +16,9 @@ import torch
 from torch import nn
 
 from keepwise._errors import UsageError
-from keepwise.runtime.calls import has_subclass, skeleton, tensors_in, tensors_out
-from keepwise.runtime.clean import RandomState, generator_of, is_random
-from keepwise.runtime.guard import Watch, unpack
-from keepwise.runtime.holding import alias, version_of
-from keepwise.runtime.replay import Call, Cell, DroppedSave, Geometry, WindowRun, copy_whole
-from keepwise.runtime.special import replay_arguments
-from keepwise.runtime.stats import StepStats
+from keepwise.runtime.region import Region
 
-Tensor = torch.Tensor
-_local = threading.local()
-_graph_task = torch._C._current_graph_task_id
-
-
-@functools.cache
-def _written(func: Any) -> frozenset[int]:
-    """Positions of schema arguments that an op writes."""
-    return frozenset(
-        i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    )
-
-
-class Region(Watch):
-    """Captures every op of one call of the checkpointed function."""
-
-    def __init__(self, name: str, policy: Callable[..., bool] | None) -> None:
-        super().__init__(StepStats(), None)
-        self.run = WindowRun(name, self.stats, None, slicing=True)
-        self.policy = policy
-        self.num_views = 0
-        self.outer: Region | None = getattr(_local, "region", None)
-
-    def __enter__(self) -> Any:
-        result = super().__enter__()
-        _local.region = self
-        return result
-
-    def __exit__(self, *exc: Any) -> None:
-        _local.region = self.outer
-        super().__exit__(*exc)
-        self.outer = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and has_subclass(types):
-            return NotImplemented
-        if _graph_task() != -1 and not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        seen_args, seen_kwargs = replay_arguments(func, args, kwargs)
-        tensors = tensors_in(seen_args, seen_kwargs)
-        call = self._capture(func, args, kwargs, seen_args, seen_kwargs, tensors)
-        result = func(*args, **(kwargs or {}))
-        if self.policy is not None and not func._schema.is_mutable and self.policy(func, *args, **(kwargs or {})):
-            return result  # note 3
-        self._number(call, tensors, result)
-        self.bind(call.outs, result)
-        self.run.add(call, result)
-        return result
-
-    def _capture(
-        self, func: Any, args: Any, kwargs: Any, seen_args: Any, seen_kwargs: Any, tensors: list[Tensor]
-    ) -> Call:
-        random = None
-        if is_random(func):
-            generator, own = generator_of(func, args, kwargs, tensors[0].device if tensors else torch.device("cpu"))
-            random = RandomState(generator, own=own) if generator is not None else None
-        written: set[int] = set()
-        if func._schema.is_mutable:
-            names = _written(func)
-            marked = [a for i, a in enumerate(args) if i in names] + [
-                v for k, v in (kwargs or {}).items() if any(func._schema.arguments[i].name == k for i in names)
-            ]
-            targets = {id(t) for t in tensors_in(tuple(marked), None)}
-            written = {i for i, t in enumerate(tensors) if id(t) in targets}
-            for i in written:
-                self.run.protect(tensors[i])
-        put: list[Any] = []
-        holds: list[tuple[Tensor, int]] = []
-        held_at: list[int] = []
-        sources: list[tuple[int, Cell | None, Geometry | None]] = []
-        sources_at: list[int] = []
-        copies: list[int] = []
-        for i, t in enumerate(tensors):
-            view = self.view_of(t)
-            if view >= 0:
-                sources.append((view, None, None))
-                sources_at.append(i)
-                put.append(None)
-                continue
-            cell = self._outer_cell(t)
-            if cell is not None:
-                if i in written:
-                    copies.append(len(sources))
-                sources.append((-1, cell, None))
-                sources_at.append(i)
-                put.append(None)
-            elif i in written:
-                put.append(copy_whole(t))
-            else:
-                held = alias(t)
-                put.append(held)
-                holds.append((held, version_of(held)))
-                held_at.append(i)
-        new_args, new_kwargs, places = skeleton(seen_args, seen_kwargs, put)
-        call = Call(
-            func=func,
-            args=new_args,
-            kwargs=new_kwargs,
-            places=[places[i] for i in sources_at],
-            sources=sources,
-            copies=tuple(copies),
-            holds=holds,
-            hold_places=[places[i] for i in held_at],
-            outs=(),
-            random=random,
-            where=f"{func} in {self.run.path}",
-        )
-        call.writes = tuple(sources[k][0] for k, i in enumerate(sources_at) if i in written)
-        return call
-
-    def _outer_cell(self, t: Tensor) -> Cell | None:
-        """Note 2."""
-        outer = self.outer
-        if outer is None or outer.run.calls is None:
-            return None
-        view = outer.view_of(t)
-        cell = outer.run.cell(view, t, view) if view >= 0 else None
-        if cell is not None:
-            self.run.outer.append((outer.run, cell))
-        return cell
-
-    def _number(self, call: Call, tensors: list[Tensor], result: Any) -> None:
-        """Give the results view ids, and say which storages they share with arguments."""
-        groups = self.run.groups
-        by_storage = {
-            t.untyped_storage()._cdata: self.view_of(t)
-            for t in tensors
-            if t.layout is torch.strided and self.view_of(t) >= 0
-        }
-        outs = []
-        for t in tensors_out(result):
-            if t is None:
-                outs.append(-1)
-                continue
-            view = self.view_of(t)
-            if view < 0:
-                view = self.num_views
-                self.num_views += 1
-                shared = by_storage.get(t.untyped_storage()._cdata, -1) if t.layout is torch.strided else -1
-                groups[view] = groups[shared] if shared >= 0 else view
-            outs.append(view)
-        if call.func._schema.is_mutable and not outs:
-            outs = [-1]
-        call.outs = tuple(outs)
-
-    def pack(self, t: Tensor) -> Any:
-        """Hook: drop what the region made, keep what it was given."""
-        view = self.view_of(t)
-        if view >= 0 and type(t) in (Tensor, nn.Parameter):
-            cell = self.run.cell(view, t, view)
-            if cell is not None:
-                return DroppedSave(self.run, cell)
-        cell = self._outer_cell(t)
-        if cell is not None:
-            assert self.outer is not None
-            return DroppedSave(self.outer.run, cell)
-        return self.keep(t)
+_functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 def checkpoint(
@@ -259,7 +89,7 @@ def _run(
     if (
         not torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _functorch_stack() is not None
         or torch.compiler.is_compiling()
     ):
         return function(*args, **kwargs)
@@ -339,4 +169,4 @@ def checkpoint_sequential(
     return chain(at, len(steps))(x)
 
 
-__all__ = ["Region", "checkpoint", "checkpoint_sequential", "unpack"]
+__all__ = ["checkpoint", "checkpoint_sequential"]

@@ -25,7 +25,7 @@ def digest(t: Tensor) -> int:
         t = t.resolve_conj().resolve_neg()
     flat = t.contiguous().reshape(-1).view(torch.uint8)
     if t.device.type == "cpu":
-        return zlib.crc32(memoryview(flat.numpy()), seed)
+        return zlib.crc32(memoryview(flat.numpy()), seed)  # pyright: ignore[reportArgumentType]
     return seed ^ _mix(flat)
 
 
@@ -39,7 +39,8 @@ def strong_digest(t: Tensor) -> int:
 def _feed(h: Any, t: Tensor) -> None:
     h.update(repr((type(t).__name__, tuple(t.shape) if not t.is_nested else (), t.dtype, t.layout)).encode())
     if t.is_nested:
-        for part in (t.values(), t.offsets()) if t.layout is torch.jagged else t.unbind():
+        anything: Any = t
+        for part in (anything.values(), anything.offsets()) if t.layout is torch.jagged else t.unbind():
             _feed(h, part.detach())
     elif t.layout is torch.sparse_coo:
         t = t.coalesce()
@@ -63,7 +64,7 @@ def _feed(h: Any, t: Tensor) -> None:
     elif t.numel():
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
-        h.update(memoryview(t.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
+        h.update(memoryview(t.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))  # pyright: ignore[reportArgumentType]
 
 
 def _mix(flat: Tensor) -> int:

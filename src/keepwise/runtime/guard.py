@@ -8,122 +8,35 @@ Notes:
 2. A save is dropped if its window's run captured everything that makes it. Else it is kept: a step that takes another
    branch, has another shape or op, loses memory and never correctness.
 3. Where an op is not the expected one, the last three functions are looked up in the recording to find the way back. Going back in
-   the recording (a loop body, another micro-batch) begins a new frame: all windows get new runs.
-4. An op that writes in place and does not match closes every run of the frame: what it wrote may be a replay's result.
+   the recording (a loop body, another micro-batch) begins a new frame: all windows get new runs, and no tensor of the frame
+   before has an identity in it.
+4. What `run.made` says is as it is now: whoever writes a storage without being captured by a run, be it an op that the recording
+   does not know, one that got another tensor, or one that reached the storage through an unknown alias, makes that run forget
+   all objects on it. That is decided by storages, not by what the recording calls the tensors.
 5. A tensor can be saved before it is written (RReLU's noise). It is kept until the op that finishes it has been captured.
-6. Hooks on saved tensors do not stack: only the innermost pair sees a tensor. The user's own hooks inside the model win; around it,
-   ours come first and pass on what they keep.
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepwise.runtime.calls import has_subclass, skeleton, tensors_in, tensors_out
+from keepwise.runtime.calls import device_of, has_subclass, mutates, skeleton, tensors_in, written_tensors
+from keepwise.runtime.capture import Call, Cell
 from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
-from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias, version_of
+from keepwise.runtime.geometry import Geometry, copy_whole
+from keepwise.runtime.holding import Namer, alias, version_of
 from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
-from keepwise.runtime.replay import Call, Cell, DroppedSave, Geometry, WindowRun, copy_whole
+from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
+from keepwise.runtime.watch import Watch, innermost_hooks, unpack
 
 Tensor = torch.Tensor
 _graph_task = torch._C._current_graph_task_id
-_ref = weakref.ref
-
-
-class Watch(TorchDispatchMode):
-    """What the guard of a plan and the recorder of `checkpoint` share: identities of tensors, and hooks on saved tensors."""
-
-    supports_higher_order_operators: ClassVar[bool] = True
-
-    def __init__(self, stats: StepStats, namer: Namer | None) -> None:
-        super().__init__()
-        self.stats = stats
-        self.namer = namer
-        self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """id of a tensor object -> (the object, its view id)."""
-        self.foreign: tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None = None
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compiled submodules stay compiled under it."""
-        return True
-
-    def __enter__(self) -> Any:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self.foreign = (top[0], top[1]) if top is not None else None
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, unpack)
-        try:
-            return super().__enter__()
-        except BaseException:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            raise
-
-    def __exit__(self, *exc: Any) -> None:
-        try:
-            super().__exit__(*exc)
-        finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self.ids.clear()
-
-    @contextlib.contextmanager
-    def on_top(self) -> Iterator[None]:
-        """Our hooks innermost again, where the user's own were pushed inside `with plan:` around the model: note 6."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is None or top[1] is unpack:
-            yield
-            return
-        outer, self.foreign = self.foreign, (top[0], top[1])
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, unpack)
-        try:
-            yield
-        finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self.foreign = outer
-
-    def view_of(self, t: Tensor) -> int:
-        """View id of a tensor object that was made or bound in this frame; -1 if unknown."""
-        entry = self.ids.get(id(t))
-        if entry is not None and entry[0]() is t:
-            return entry[1]
-        return -1
-
-    def bind(self, outs: tuple[int, ...], result: Any) -> None:
-        """Remember the results of an op."""
-        ids = self.ids
-        if isinstance(result, Tensor):
-            if outs:
-                ids[id(result)] = (_ref(result), outs[0])
-            return
-        for view, t in zip(outs, tensors_out(result), strict=False):
-            if t is not None and view >= 0:
-                ids[id(t)] = (_ref(t), view)
-
-    def pack(self, t: Tensor) -> Any:
-        """Hook: what autograd holds instead of a saved tensor."""
-        raise NotImplementedError
-
-    def keep(self, t: Tensor) -> KeptSave | ForeignSave:
-        """Hold a saved tensor as plain autograd would."""
-        if self.foreign is not None:
-            self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
-            with torch._C._DisableTorchDispatch():
-                detached = t.detach() if t.requires_grad and not t.is_leaf else t
-            return ForeignSave(self.foreign[0](detached), self.foreign[1])
-        return KeptSave(t, self.namer)
-
-
-def unpack(saved: KeptSave | DroppedSave | ForeignSave) -> Tensor:
-    """Hook: the saved tensor again."""
-    return saved.unpack()
+_functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 class Guard(Watch):
@@ -150,14 +63,13 @@ class Guard(Watch):
         self.runs = [None] * len(self.runs)
         self.pending = {}
         self.counted = set()
-        if len(self.ids) > 4 * len(self.program.ops) + 64:
-            self.ids = {k: e for k, e in self.ids.items() if e[0]() is not None}
+        self.forget_all()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_subclass(types):
             return NotImplemented  # the plain ops that it consists of come next
-        if _graph_task() != -1 and not self._is_forward():
-            return func(*args, **(kwargs or {}))
+        if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
+            return self._unwatched(func, args, kwargs)
         self.stats.num_ops += 1
         place = self.place
         ops = self.program.ops
@@ -168,17 +80,13 @@ class Guard(Watch):
             if entry is None:
                 self.stats.num_unknown_ops += 1
                 self.last = (self.last[1], func)
-                if func._schema.is_mutable:
-                    self._close_all()
-                    self.protect(tensors_in(args, kwargs))
-                return func(*args, **(kwargs or {}))
+                return self._unwatched(func, args, kwargs)
         self.last = (self.last[1], func)
-        if entry.uses or entry.written:
-            result = self._checked(entry, func, args, kwargs)
-        else:
-            result = func(*args, **(kwargs or {}))
         self.place = entry.index + 1
-        self.bind(entry.outs, result)
+        if entry.is_checked:
+            return self._checked(entry, func, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        self.bind(entry.outs, result, made=False)
         return result
 
     @staticmethod
@@ -186,7 +94,7 @@ class Guard(Watch):
         """Whether an op inside of a backward pass belongs to a graph that is being built (`create_graph`) under our hooks."""
         if not torch.is_grad_enabled():
             return False
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks()
         return top is not None and top[1] is unpack
 
     def _find(self, func: Any) -> OpEntry | None:
@@ -194,24 +102,34 @@ class Guard(Watch):
         places = self.program.trails.get((*self.last, func))
         if not places:
             return None
-        ahead = [k for k in places if k >= self.place]
-        if ahead:
-            return self.program.ops[ahead[0]]
+        for k in places:
+            if k >= self.place:
+                return self.program.ops[k]
         self._new_frame()
         return self.program.ops[places[0]]
 
-    def _close_all(self) -> None:
-        for run in self.runs:
-            if run is not None:
-                run.closed = True
-        self.pending = {}
+    def _unwatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that the recording does not explain."""
+        if not mutates(func):
+            return func(*args, **(kwargs or {}))
+        written = written_tensors(func, args, kwargs)
+        protect(written)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._written(written, None)
 
-    def protect(self, tensors: list[Tensor]) -> None:
-        """Copy what replays captured of tensors that are about to be written."""
-        for run in self.runs:
-            if run is not None and run.held:
-                for t in tensors:
-                    run.protect(t)
+    def _written(self, tensors: list[Tensor], captured: list[tuple[WindowRun, Call]] | None) -> None:
+        """Note 4: tensors were written, in an op that these runs captured."""
+        for t in tensors:
+            views = self.views_on(t)
+            if not views:
+                continue
+            for run in self.runs:
+                if run is not None and not run.made.isdisjoint(views):
+                    made_here = captured and any(run is r and call.writes_own(views) for r, call in captured)
+                    if not made_here:
+                        run.made.difference_update(views)
 
     def _run(self, window: int) -> WindowRun:
         run = self.runs[window]
@@ -225,38 +143,50 @@ class Guard(Watch):
         seen_args, seen_kwargs = replay_arguments(func, args, kwargs) if entry.uses else (args, kwargs)
         tensors = tensors_in(seen_args, seen_kwargs)
         views = [self.view_of(t) for t in tensors]
-        if entry.written and (
-            len(views) != len(entry.ins)
-            or any(views[i] != entry.ins[i] and self._is_made(views[i]) for i in entry.written)
-        ):
-            self._close_all()  # note 4
-        if entry.written:
-            self.protect(tensors_in(args, kwargs))
+        fits = len(views) == len(entry.ins)
+        written: list[Tensor] = []
+        if entry.mutates:
+            written = written_tensors(func, args, kwargs)
+            if fits:
+                written += [tensors[i] for i in entry.written]
+            protect(written)
         captured: list[tuple[WindowRun, Call]] = []
-        if entry.uses and len(views) == len(entry.ins):
+        if entry.uses and fits:
             random = None
             if entry.random:
-                generator, own = generator_of(func, args, kwargs, tensors[0].device if tensors else torch.device("cpu"))
+                generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
                 random = RandomState(generator, own=own) if generator is not None else None
             for use in entry.uses:
                 run = self._run(use.window)
                 call = self._capture(run, use, entry, func, seen_args, seen_kwargs, tensors, views, random)
                 if call is not None:
                     captured.append((run, call))
-                elif entry.written:
-                    run.closed = True
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except BaseException:
+            self._written(written, None)
+            raise
+        if written:
+            self._written(written, captured)
         for run, call in captured:
             run.add(call, result)
+        if captured or not written or (fits and all(views[i] == entry.ins[i] for i in entry.written)):
+            self.bind(entry.outs, result, made=bool(captured))
         if entry.finishes:
             for save in self.pending.pop(entry.index, ()):
                 if any(run is save.run for run, _ in captured):
                     self._finish(save)
         return result
 
-    def _is_made(self, view: int) -> bool:
-        root = self.program.roots.get(view, view)
-        return any(run is not None and (view in run.made or root in run.made) for run in self.runs)
+    def _cell(self, run: WindowRun | None, view: int, t: Tensor) -> Cell | None:
+        """Where `run` will put the tensor object `t`; None if it does not make it."""
+        if run is None:
+            return None
+        if view in run.made:
+            return run.cell(view)
+        root = self.program.roots[view]
+        geometry = self.geometry(t, root) if root in run.made else None
+        return run.cell(view, geometry) if geometry is not None else None
 
     def _capture(
         self,
@@ -271,7 +201,7 @@ class Guard(Watch):
         random: RandomState | None,
     ) -> Call | None:
         """The call as one window will replay it; None where its wiring is not the recorded one."""
-        if run.closed or run.calls is None:
+        if run.calls is None:
             return None
         roots = self.program.roots
         outer: list[tuple[WindowRun, Cell]] = []
@@ -291,15 +221,15 @@ class Guard(Watch):
                 return None
             put.append(None)
             if kind == LOCAL:
-                if view in run.made:
-                    fill[i] = (view, None, None)
-                elif roots[view] in run.made and not t.is_conj() and not t.is_neg():
-                    fill[i] = (view, None, Geometry(t, roots[view]))
-                else:
-                    return None
+                geometry = None
+                if view not in run.made:
+                    geometry = self.geometry(t, roots[view]) if roots[view] in run.made else None
+                    if geometry is None:
+                        return None
+                fill[i] = (view, None, geometry)
             else:
                 parent = self.runs[use.outer[i]]
-                cell = parent.cell(view, t, roots[view]) if parent is not None else None
+                cell = self._cell(parent, view, t)
                 if parent is None or cell is None:
                     return None
                 outer.append((parent, cell))
@@ -308,6 +238,8 @@ class Guard(Watch):
         hold_places = [places[i] for i, kind in enumerate(use.kinds) if kind == LEAF]
         filled = [i for i in range(len(put)) if i in fill]
         run.outer.extend(outer)
+        own = [places[i] for i in entry.written if use.kinds[i] == COPY]
+        writes = [fill[i] for i in entry.written if i in fill]
         return Call(
             func=func,
             args=new_args,
@@ -315,6 +247,8 @@ class Guard(Watch):
             places=[places[i] for i in filled],
             sources=[fill[i] for i in filled],
             copies=tuple(filled.index(i) for i in use.copies if i in fill),
+            owns=own,
+            writes=tuple(g.root if g is not None else v for v, cell, g in writes if cell is None),
             holds=holds,
             hold_places=hold_places,
             outs=entry.outs,
@@ -335,18 +269,17 @@ class Guard(Watch):
                 window = program.drops_by_view.get(view)
             if window is not None:
                 run = self.runs[window]
-                root = program.roots[view]
-                cell = run.cell(view, t, root) if run is not None else None
+                cell = self._cell(run, view, t)
                 if run is not None and cell is not None:
-                    return self._drop(t, view, root, window, run, cell)
+                    return self._drop(t, view, window, run, cell)
                 stats.num_deviations += 1
                 stats.deviation_bytes += program.nbytes[view]
         elif not t.is_leaf and t.layout is torch.strided:
             stats.saved_bytes += t.nbytes
         return self.keep(t)
 
-    def _drop(self, t: Tensor, view: int, root: int, window: int, run: WindowRun, cell: Cell) -> DroppedSave:
-        save = DroppedSave(run, cell)
+    def _drop(self, t: Tensor, view: int, window: int, run: WindowRun, cell: Cell) -> DroppedSave:
+        save = DroppedSave(run, cell, t)
         finisher = self.program.finished_by.get(view, -1)
         if finisher >= self.place:
             save.pending = self.keep(t)  # note 5
@@ -355,6 +288,7 @@ class Guard(Watch):
             with torch._C._DisableTorchDispatch():
                 cell.digest = digest(t)
         self.stats.num_dropped += 1
+        root = self.program.roots[view]
         if (window, root) not in self.counted:
             self.counted.add((window, root))
             self.stats.dropped_bytes += self.program.nbytes[view]
@@ -363,7 +297,8 @@ class Guard(Watch):
     def _finish(self, save: DroppedSave) -> None:
         kept, save.pending = save.pending, None
         if self.stats.auditing:
-            save.cell.digest = digest(kept.unpack())
+            with torch._C._DisableTorchDispatch():
+                save.cell.digest = digest(kept.unpack())
 
 
 __all__ = ["Guard", "Watch", "unpack"]

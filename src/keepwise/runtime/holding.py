@@ -5,10 +5,13 @@ Notes:
    cannot see, and leak whenever backward does not run.
 2. The held alias shares the version counter of the original, so that a write in place is noticed when the tensor is used.
    `Tensor.detach` shares it in the `ADInplaceOrView` kernel, which is switched off inside a dispatch mode: `alias` puts it back.
+3. A dropped tensor is not held, its version counter is: by an alias whose storage was exchanged for an empty one.
+4. None of this may reach the user's modes, of either kind.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,20 +28,21 @@ def alias(t: Tensor) -> Tensor:
     """A detached alias that shares storage and version counter; for use inside a dispatch mode's handler (note 2)."""
     if not t.requires_grad or t.is_leaf:
         return t
-    if not _is_excluded(_INPLACE_OR_VIEW):
-        return t.detach()
-    _set_excluded(_INPLACE_OR_VIEW, False)
-    try:
-        return t.detach()
-    finally:
-        _set_excluded(_INPLACE_OR_VIEW, True)
+    with torch._C._DisableTorchDispatch():
+        if not _is_excluded(_INPLACE_OR_VIEW):
+            return t.detach()
+        _set_excluded(_INPLACE_OR_VIEW, False)
+        try:
+            return t.detach()
+        finally:
+            _set_excluded(_INPLACE_OR_VIEW, True)
 
 
 def alias_in_pack(t: Tensor) -> Tensor:
     """The same for use inside a pack hook, where a dispatch mode of ours may be active."""
     if not t.requires_grad or t.is_leaf:
         return t
-    with torch._C._DisableTorchDispatch():
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return t.detach()
 
 
@@ -55,12 +59,16 @@ def check_version(t: Tensor, version: int, name: str, reader: str) -> None:
     """
     now = version_of(t)
     if now != version:
-        what = f" {name!r}" if name else ""
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{t.dtype} tensor{what} of shape {list(t.shape)} is at version {now}; expected version {version} instead. "
-            f"It was read in forward{reader}. Write to it after backward, or to a copy."
-        )
+        raise _modified(t.dtype, t.shape, now, version, name, reader)
+
+
+def _modified(dtype: torch.dtype, shape: torch.Size, now: int, version: int, name: str, reader: str) -> RuntimeError:
+    what = f" {name!r}" if name else ""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{dtype} tensor{what} of shape {list(shape)} is at version {now}; expected version {version} instead. "
+        f"It was read in forward{reader}. Write to it after backward, or to a copy."
+    )
 
 
 class KeptSave:
@@ -83,6 +91,36 @@ class KeptSave:
         if version_of(t) != self.version:
             check_version(t, self.version, self.namer(t) if self.namer else "", "")
         return t
+
+
+class VersionStub:
+    """Knows whether a tensor was written in place since, without holding its memory (note 3); for use inside a pack hook."""
+
+    __slots__ = ("alias", "shape", "version")
+
+    def __init__(self, t: Tensor) -> None:
+        self.version = version_of(t)
+        self.shape = t.shape
+        self.alias: Tensor | None = None
+        if self.version >= 0:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                self.alias = t.detach()
+                self.alias.data = _nothing(t.dtype, t.device)
+
+    def check(self) -> None:
+        """Raise as plain autograd does where the tensor was written.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        alias = self.alias
+        if alias is not None and alias._version != self.version:
+            raise _modified(alias.dtype, self.shape, alias._version, self.version, "", "")
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class ForeignSave:

@@ -1,6 +1,9 @@
 """A `Schedule` compiled into tables that the guard can look things up in while a step runs.
 
 Ops are numbered here by their place among the forward-phase ops of the step, because the guard does not see the others.
+
+A leaf that may legally be written before its replay is captured by copy, not by reference: buffers that forward writes, since
+another forward pass may come before this one's backward, and all small buffers, since hooks and user code may write them.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepwise.ir import NO_OP, Phase, Schedule, Step, Window
-from keepwise.runtime.calls import resolve
+from keepwise.ir import NO_OP, Category, Phase, Schedule, Step, Window
+from keepwise.runtime.calls import mutates, resolve
 from keepwise.runtime.clean import is_random
+from keepwise.runtime.geometry import SMALL_BYTES
 
 LOCAL = 0
 """The argument is made by the same replay."""
@@ -48,16 +52,16 @@ class OpEntry:
     """View id of each result, -1 where it is no tensor."""
     written: tuple[int, ...]
     """Arguments that it writes in place."""
+    mutates: bool
+    """Whether it may write its arguments."""
     random: bool
     where: str
     uses: tuple[Use, ...] = ()
     finishes: frozenset[int] = frozenset()
     """Views whose content is complete only after this op although they were saved before it."""
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether its arguments must be compared with the recording: it is replayed, or writes in place."""
-        return bool(self.uses) or bool(self.written)
+    is_checked: bool = False
+    """Whether its arguments must be compared with the recording: it is replayed, or writes in place."""
 
 
 @dataclass(slots=True)
@@ -134,7 +138,7 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
                     if v.storage in retained[a]:
                         kind, source = OUTER, a
                         break
-            if i in written and kind == LEAF:
+            if kind == LEAF and (i in written or may_move[v.storage]):
                 kind = COPY
             if i in written and kind == OUTER:
                 fix.append(i)
@@ -142,6 +146,15 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
             outer.append(source)
         return Use(window=window, kinds=tuple(kinds), outer=tuple(outer), copies=tuple(fix))
 
+    moving = {s for op in forward for s in op.writes}
+    may_move = [
+        s.birth == NO_OP
+        and (
+            (s.category == Category.BUFFER and (s.nbytes <= SMALL_BYTES or s.id in moving))
+            or (s.id in moving and s.nbytes <= SMALL_BYTES)
+        )
+        for s in storages
+    ]
     saved_at: dict[int, int] = {}
     for save in step.saves:
         saved_at.setdefault(values[save.value].storage, save.at)
@@ -159,17 +172,22 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
     ops = []
     for k, op in enumerate(forward):
         func = resolve(op.target)
+        written = tuple(i for i, v in enumerate(op.inputs) if values[v].storage in op.writes)
+        writes = bool(written) or mutates(func)
+        uses = tuple(use_of(op.index, w) for w in windows_of.get(op.index, ()))
         ops.append(
             OpEntry(
                 index=k,
                 func=func,
                 ins=tuple(values[v].view for v in op.inputs),
                 outs=tuple(values[v].view if v >= 0 else -1 for v in op.outputs),
-                written=tuple(i for i, v in enumerate(op.inputs) if values[v].storage in op.writes),
+                written=written,
+                mutates=writes,
                 random=is_random(func) or bool(op.random),
                 where=f"{op.target} at {op.path or 'model'}" + (f" ({op.source})" if op.source else ""),
-                uses=tuple(use_of(op.index, w) for w in windows_of.get(op.index, ())),
+                uses=uses,
                 finishes=frozenset(finishes.get(k, ())),
+                is_checked=bool(uses) or writes,
             )
         )
 

@@ -26,11 +26,13 @@ from typing import Any
 import torch
 
 from keepwise.runtime.ambient import Ambient
-from keepwise.runtime.calls import tensors_out
-from keepwise.runtime.clean import RandomState, call_with_state, clean
+from keepwise.runtime.calls import storage_key, tensors_out
+from keepwise.runtime.capture import Call, Cell, set_frees
+from keepwise.runtime.clean import call_with_state, clean
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import Geometry, copy_whole
 from keepwise.runtime.holding import Namer, VersionStub, check_version, version_of
+from keepwise.runtime.reuse import Form, form_of
 from keepwise.runtime.stats import StepStats
 
 Tensor = torch.Tensor
@@ -46,84 +48,13 @@ def protect(tensors: list[Tensor]) -> None:
     """Copy what replays captured of tensors that are about to be written (note 5)."""
     if not _HOLDING:
         return
-    storages = [t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided]
+    storages = [key for key in map(storage_key, tensors) if key is not None]
     for ref in tuple(_HOLDING.values()):
         run = ref()
         if run is not None and run.held:
             for storage in storages:
                 if storage in run.held:
                     run.protect(storage)
-
-
-class Cell:
-    """Place of one replayed tensor (note 1)."""
-
-    __slots__ = ("__weakref__", "digest", "geometry", "num_readers", "num_reads", "task", "tensor", "view")
-
-    def __init__(self, view: int, geometry: Geometry | None) -> None:
-        self.view = view
-        self.geometry = geometry
-        self.tensor: Tensor | None = None
-        self.digest: int | None = None
-        self.num_readers = 0
-        self.num_reads = 0
-        self.task = -1
-
-
-class Call:
-    """One captured op: the function, its arguments with everything but replayed tensors in place, and how to fill those in."""
-
-    __slots__ = (
-        "args",
-        "copies",
-        "frees",
-        "func",
-        "hold_places",
-        "holds",
-        "kwargs",
-        "outs",
-        "owns",
-        "places",
-        "random",
-        "sources",
-        "where",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        func: Any,
-        args: list[Any],
-        kwargs: dict[str, Any] | None,
-        places: list[tuple[Any, Any]],
-        sources: list[tuple[int, Cell | None, Geometry | None]],
-        copies: tuple[int, ...],
-        owns: list[tuple[Any, Any]],
-        holds: list[tuple[Tensor, int]],
-        hold_places: list[tuple[Any, Any]],
-        outs: tuple[int, ...],
-        random: RandomState | None,
-        where: str,
-    ) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.places = places
-        """(container, key) of each argument to fill in, aligned with `sources`."""
-        self.sources = sources
-        """(view id, cell of an outer run or None, geometry or None)."""
-        self.copies = copies
-        """Indices into `sources` that must be copied before the call because it writes them and an outer run owns them."""
-        self.owns = owns
-        """(container, key) of each argument that was captured by copy and that the call writes."""
-        self.holds = holds
-        """Captured tensors with their versions, for the version check."""
-        self.hold_places = hold_places
-        """Where each of `holds` stands among the arguments."""
-        self.outs = outs
-        self.random = random
-        self.where = where
-        self.frees: tuple[int, ...] = ()
-        self.writes: tuple[int, ...] = ()
-        """Views among the sources that it writes."""
 
 
 class WindowRun:
@@ -170,22 +101,29 @@ class WindowRun:
         """Whether calls may still be captured."""
         return self.calls is not None
 
-    def add(self, call: Call) -> None:
+    def add(self, call: Call, result: Any) -> None:
         """Append a captured call whose op has run."""
         calls = self.calls
         if calls is None:  # a backward pass inside of the op gave them up
             return
+        call.form = form_of(call.func, result)
         calls.append(call)
         self.made.update(call.outs)
         for i, (held, _) in enumerate(call.holds):
-            if held.layout is torch.strided:
+            key = storage_key(held)
+            if key is not None:
                 if not self.held:
                     self._register()
-                self.held.setdefault(held.untyped_storage()._cdata, []).append((call, i))
+                self.held.setdefault(key, []).append((call, i))
 
     def _register(self) -> None:
-        key = id(self)
-        _HOLDING[key] = weakref.ref(self, lambda ref: _HOLDING.pop(key, None) if _HOLDING.get(key) is ref else None)
+        key, holding = id(self), _HOLDING
+
+        def died(ref: weakref.ref[WindowRun]) -> None:
+            if holding.get(key) is ref:
+                del holding[key]
+
+        holding[key] = weakref.ref(self, died)
 
     def protect(self, storage: int) -> None:
         """Copy what was captured of a storage that is about to be written (note 5)."""
@@ -213,6 +151,14 @@ class WindowRun:
         cell.num_readers += 1
         return cell
 
+    def freeze(self, view: int, t: Tensor | None) -> None:
+        """A view is about to be written: whoever reads it in an inner region keeps what it is now."""
+        cell = self.cells.get(view)
+        if cell is None or not cell.is_lent or t is None:
+            return
+        del self.cells[view]
+        cell.tensor = copy_whole(t)
+
     def fetch(self, cell: Cell) -> Tensor:
         """The tensor of a cell, replayed if need be.
 
@@ -233,6 +179,9 @@ class WindowRun:
 
     def _fill(self, cell: Cell, task: int) -> Tensor:
         """The tensor of a cell, and what becomes of the run afterwards: notes 2 and 3."""
+        if self.task not in (-1, task):  # that pass failed, or its callback comes only when ours is over
+            self._clear()
+            self.task = -1
         again = task == -1 or _keeps_graph()
         if cell.tensor is None:
             self._replay(task, again)
@@ -318,15 +267,17 @@ class WindowRun:
 
     def _run_all(self, calls: list[Call], again: bool) -> None:
         env: dict[int, Tensor] = {}
+        spare: list[Tensor] = []
         cells = self.cells
         with clean(), self.ambient.active():
-            _set_frees(calls)
+            set_frees(calls, {c.geometry.root for c in list(cells.values()) if c.geometry is not None})
             for call in calls:
                 for held, version in call.holds:
                     if version_of(held) != version:
                         name = self.namer(held) if self.namer else ""
                         check_version(held, version, name, f" by {call.where}, which is to be replayed")
-                self._run(call, env, cells, again)
+                self._run(call, env, spare, again)
+            spare.clear()
             for cell in list(cells.values()):
                 if cell.tensor is None and cell.geometry is not None:
                     root = cells.get(cell.geometry.root)
@@ -334,9 +285,7 @@ class WindowRun:
                     assert base is not None
                     cell.tensor = cell.geometry.of(base)
 
-    def _run(
-        self, call: Call, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell], again: bool
-    ) -> None:
+    def _run(self, call: Call, env: dict[int, Tensor], spare: list[Tensor], again: bool) -> None:
         for (container, key), (view, cell, geometry) in zip(call.places, call.sources, strict=True):
             if cell is not None:
                 t = cell.tensor
@@ -354,9 +303,14 @@ class WindowRun:
             kept = [container[key] for container, key in call.owns]
             for container, key in call.owns:
                 container[key] = copy_whole(container[key])
+        room = None if call.form is None else self._room(call, call.form, env, spare)
+        spare.clear()
         try:
             kwargs = call.kwargs or {}
-            if call.random is None:
+            if room is not None:
+                assert call.form is not None
+                result = call.form.func(*call.args, **kwargs, out=room)
+            elif call.random is None:
                 result = call.func(*call.args, **kwargs)
             else:
                 result = call_with_state(call.func, tuple(call.args), kwargs, call.random)
@@ -368,41 +322,40 @@ class WindowRun:
         outs = call.outs
         if type(result) is Tensor:
             if outs:
-                self._made(outs[0], result, env, cells)
+                self._made(outs[0], result, env)
         else:
             for view, t in zip(outs, tensors_out(result), strict=False):
                 if view >= 0 and t is not None:
-                    self._made(view, t, env, cells)
+                    self._made(view, t, env)
         for view in call.frees:
-            env.pop(view, None)
+            t = env.pop(view, None)
+            if t is not None and t is not result and view not in self.cells:
+                spare.append(t)
 
-    @staticmethod
-    def _made(
-        view: int, t: Tensor, env: dict[int, Tensor], cells: weakref.WeakValueDictionary[int, Cell]
-    ) -> None:
+    def _made(self, view: int, t: Tensor, env: dict[int, Tensor]) -> None:
         env[view] = t
-        cell = cells.get(view)
+        cell = self.cells.get(view)
         if cell is not None and cell.geometry is None:
             cell.tensor = t
 
-
-def _set_frees(calls: list[Call]) -> None:
-    """Set on each call which views nobody reads after it."""
-    seen: set[int] = set()
-    for call in reversed(calls):
-        frees = []
-        for view, cell, geometry in call.sources:
-            if cell is not None:
-                continue
-            key = view if geometry is None else geometry.root
-            if key not in seen:
-                seen.add(key)
-                frees.append(key)
-        for view in call.outs:
-            if view not in seen:
-                seen.add(view)
-                frees.append(view)
-        call.frees = tuple(frees)
+    def _room(self, call: Call, form: Form, env: dict[int, Tensor], spare: list[Tensor]) -> Tensor | None:
+        """Memory that is free for the result of a call (see `reuse`)."""
+        cells = self.cells
+        if form.pointwise:
+            for view, cell, geometry in call.sources:
+                if (
+                    cell is None
+                    and geometry is None
+                    and view in call.frees
+                    and view not in cells
+                    and form.fits(env[view])
+                ):
+                    return env[view]
+        while spare:
+            t = spare.pop()
+            if form.fits(t):
+                return t
+        return None
 
 
 class DroppedSave:

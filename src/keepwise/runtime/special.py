@@ -1,4 +1,4 @@
-"""Ops that must be replayed with other arguments than they were called with.
+"""Ops that must be replayed with other arguments than they were called with, and ops that must not be replayed.
 
 Batch normalisation in training mode moves its running statistics, although the schemas of the older overloads do not say so
 and no version counter shows it. Its results do not depend on them: the replay passes none.
@@ -6,6 +6,7 @@ and no version counter shows it. Its results do not depend on them: the replay p
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -37,3 +38,33 @@ def replay_arguments(
     for i in statistics:
         new[i] = None
     return tuple(new), kwargs
+
+
+_COMMUNICATES = frozenset(
+    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+)
+
+
+@functools.cache
+def is_opaque(func: Any) -> str:
+    """Why an op must not run a second time, whatever it computes; empty if it may.
+
+    A higher-order operator runs functions of the user's, and so does an operator that was registered from Python.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
+        return "a higher-order operator"
+    if func.namespace in _COMMUNICATES:
+        return "it talks to other processes"
+    if _is_python(func):
+        return "an operator written in Python, whose code runs once"
+    return ""
+
+
+def _is_python(func: torch._ops.OpOverload) -> bool:
+    name = func._schema.name
+    known = getattr(getattr(torch, "_library", None), "custom_ops", None)
+    if name in getattr(known, "OPDEFS", ()):
+        return True
+    prefix = f"{name.replace('::', '/')}/"
+    registered: Any = getattr(torch.library, "_impls", ())
+    return func.namespace not in ("aten", "prims", "prim") and any(key.startswith(prefix) for key in registered)

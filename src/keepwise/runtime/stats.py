@@ -40,6 +40,8 @@ class StepStats:
     """Peak of the device in bytes, where the device counts it."""
     over_budget: bool = False
     auditing: bool = False
+    modes: frozenset[type] = frozenset()
+    """The user's dispatch modes under which no step was seen before; such a step is audited."""
     collecting: bool = False
     """Whether an audit notes mismatches instead of raising."""
     mismatched: list[int] = field(default_factory=list)
@@ -67,6 +69,13 @@ class StepStats:
             if self.collecting:
                 return
             where = f" in {path}" if path else ""
+            if self.modes:
+                names = ", ".join(sorted(m.__name__ for m in self.modes))
+                raise MismatchError(
+                    f"the replay of tensor {view}{where} differs from the original. The dispatch mode {names} was not active when "
+                    "the plan was made, and it changes what ops return: use plan.paused() around such steps, or run "
+                    "keepwise.fit under it."
+                )
             raise MismatchError(
                 f"the replay of tensor {view}{where} differs from the original. Keep it with pin= or run keepwise.fit again; "
                 "please report the op that made it."

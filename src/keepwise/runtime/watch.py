@@ -1,0 +1,171 @@
+"""`Watch`: what the guard of a plan and the recorder of `checkpoint` share.
+
+Notes:
+1. Tensor objects are known by weak reference. An entry lives as long as its object: a reused `id` is never believed.
+2. `lying` says which of the objects that replays make lie on which storage. It is asked when something is written that the
+   recording does not explain (another wiring, an alias made by `.data`), and when a view that is not replayed shall be
+   described by numbers. A storage's address is only believed while one of its objects is alive.
+3. Hooks on saved tensors do not stack: only the innermost pair sees a tensor. The user's own hooks inside the model win; around it,
+   ours come first and pass on what they keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keepwise.runtime import aside
+from keepwise.runtime.calls import storage_key, tensors_out
+from keepwise.runtime.geometry import Geometry
+from keepwise.runtime.holding import ForeignSave, KeptSave, Namer
+from keepwise.runtime.replay import DroppedSave
+from keepwise.runtime.stats import StepStats
+
+Tensor = torch.Tensor
+Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_ref = weakref.ref
+
+
+class Watch(TorchDispatchMode):
+    """Identities of tensors, and hooks on saved tensors."""
+
+    supports_higher_order_operators: ClassVar[bool] = True
+
+    def __init__(self, stats: StepStats, namer: Namer | None) -> None:
+        super().__init__()
+        self.stats = stats
+        self.namer = namer
+        self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """id of a tensor object -> (the object, its view id)."""
+        self.lying: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        """Storage -> objects on it that replays make (note 2)."""
+        self.foreign: Hooks | None = None
+        """The hooks around ours."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled submodules stay compiled under it."""
+        return True
+
+    def __enter__(self) -> Any:
+        aside.install()
+        self.foreign = innermost_hooks()
+        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+        try:
+            return super().__enter__()
+        except BaseException:
+            _autograd._pop_saved_tensors_default_hooks()
+            raise
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            super().__exit__(*exc)
+        finally:
+            _autograd._pop_saved_tensors_default_hooks()
+            self.ids.clear()
+            self.lying.clear()
+
+    @contextlib.contextmanager
+    def on_top(self) -> Iterator[None]:
+        """Our hooks innermost again, where the user's own were pushed inside `with plan:` around the model: note 3."""
+        top = innermost_hooks()
+        if top is None or top[1] is unpack:
+            yield
+            return
+        outer, self.foreign = self.foreign, top
+        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+        try:
+            yield
+        finally:
+            _autograd._pop_saved_tensors_default_hooks()
+            self.foreign = outer
+
+    def view_of(self, t: Tensor) -> int:
+        """View id of a tensor object that was made or bound in this frame; -1 if unknown."""
+        entry = self.ids.get(id(t))
+        if entry is not None and entry[0]() is t:
+            return entry[1]
+        return -1
+
+    def bind(self, outs: tuple[int, ...], result: Any, *, made: bool) -> None:
+        """Remember the results of an op.
+
+        Args:
+            outs: view id of each result, -1 for none.
+            result: what the op returned.
+            made: whether a replay makes them.
+        """
+        if isinstance(result, Tensor):
+            if outs:
+                self._bind_one(outs[0], result, made)
+            return
+        for view, t in zip(outs, tensors_out(result), strict=False):
+            if t is not None and view >= 0:
+                self._bind_one(view, t, made)
+
+    def _bind_one(self, view: int, t: Tensor, made: bool) -> None:
+        ref = _ref(t)
+        self.ids[id(t)] = (ref, view)
+        if made:
+            key = storage_key(t)
+            if key is not None:
+                self.lying.setdefault(key, []).append((ref, view))
+
+    def forget_all(self) -> None:
+        """Nothing that was seen so far has an identity any more."""
+        self.ids = {}
+        self.lying = {}
+
+    def views_on(self, t: Tensor) -> list[int]:
+        """Views that replays make on the storage of `t`, those of dead objects included."""
+        key = storage_key(t)
+        return [view for _, view in self.lying.get(key, ())] if key is not None else []
+
+    def geometry(self, t: Tensor, root: int) -> Geometry | None:
+        """`t` described over the object `root`, if that object is alive and `t` lies within it (note 2)."""
+        key = storage_key(t)
+        if key is None or t.is_conj() or t.is_neg():
+            return None
+        for ref, view in self.lying.get(key, ()):
+            if view == root:
+                base = ref()
+                if base is not None:
+                    return Geometry.over(base, t, root)
+        return None
+
+    def pack(self, t: Tensor) -> Any:
+        """Hook: what autograd holds instead of a saved tensor."""
+        raise NotImplementedError
+
+    def keep(self, t: Tensor) -> Any:
+        """Hold a saved tensor as plain autograd would."""
+        foreign = self.foreign
+        if foreign is None:
+            return KeptSave(t, self.namer)
+        if foreign[1] is unpack:  # a region inside a planned model: the plan decides
+            return foreign[0](t)
+        self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
+        with torch._C._DisableTorchDispatch():
+            detached = t.detach() if t.requires_grad and not t.is_leaf else t
+        return ForeignSave(foreign[0](detached), foreign[1])
+
+
+def innermost_hooks() -> Hooks | None:
+    """The pair of hooks that sees what is saved now."""
+    top = _autograd._top_saved_tensors_default_hooks(False)
+    return (top[0], top[1]) if top is not None else None
+
+
+def unpack(saved: KeptSave | DroppedSave | ForeignSave) -> Tensor:
+    """Hook: the saved tensor again."""
+    return saved.unpack()
+
+
+aside.ours = unpack

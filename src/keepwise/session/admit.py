@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach
+from keepwise.runtime.digest import strong_digest
 from keepwise.session.batch import Batch
 from keepwise.session.plan import Plan
 from keepwise.trace import Traced
-from keepwise.proof.state import SavedState
 
 Tensor = torch.Tensor
 
@@ -95,11 +96,11 @@ def prove_plan(
 
 def _difference(model: nn.Module, traced: Traced, result: Any) -> str:
     expected = traced.first.result
-    if isinstance(expected, Tensor) and isinstance(result, Tensor) and not same_bits(expected, result):
+    if isinstance(expected, Tensor) and isinstance(result, Tensor) and strong_digest(expected) != strong_digest(result):
         return "the losses"
     for name, p in model.named_parameters():
         g = traced.gradients.get(name)
-        if (g is None) != (p.grad is None) or (g is not None and p.grad is not None and not same_bits(g, p.grad)):
+        if (g is None) != (p.grad is None) or (p.grad is not None and g != strong_digest(p.grad)):
             return f"the gradients of {name}"
     return ""
 
@@ -110,22 +111,3 @@ def _first_path(traced: Traced) -> str:
         if a.signature != b.signature and a.target == b.target:
             return f"; the first op whose arguments change from step to step is {b.target} in {b.path or 'the model'} ({b.source})"
     return ""
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, NaNs included."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
-        return False
-    if a.layout is torch.sparse_coo:
-        a, b = a.coalesce(), b.coalesce()
-        return same_bits(a.indices(), b.indices()) and same_bits(a.values(), b.values())
-    if a.layout is not torch.strided or a.is_nested or hasattr(a, "__tensor_flatten__"):
-        from keepwise.runtime.digest import strong_digest
-
-        return strong_digest(a) == strong_digest(b)
-    a, b = a.detach(), b.detach()
-    if torch.equal(a, b):
-        return True
-    return bool(a.numel()) and torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from keepwise.ir import NO_OP, Category, Op, Phase, Read, Save, Step, Storage
+from keepwise.ir.settle import settle_saves
 
 if TYPE_CHECKING:
     from keepwise.trace.drafts import OpDraft, SaveDraft, Visit
@@ -19,7 +20,7 @@ def assemble(recorder: Recorder, *, device: str, seconds: float) -> Step:
     saves = _saves(recorder)
     _judge_storages(recorder)
     _extend_lives(recorder, saves)
-    return Step(
+    step = Step(
         torch_version=str(torch.__version__),
         device=device,
         ops=_ops(recorder),
@@ -29,6 +30,7 @@ def assemble(recorder: Recorder, *, device: str, seconds: float) -> Step:
         seconds=seconds,
         notes=_notes(recorder),
     )
+    return settle_saves(step)
 
 
 def _saves(recorder: Recorder) -> tuple[Save, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from keepwise.runtime.digest import strong_digest
 from keepwise.trace.admission import Admission
 from keepwise.trace.quiet import quiet
 from keepwise.trace.record import Recording, record
@@ -32,8 +33,8 @@ class Traced:
     """The second step."""
     first: Recording
     """The first step, made with no gradients there."""
-    gradients: dict[str, Tensor | None]
-    """Gradients that the first step made, by parameter name (copies), for the proof."""
+    gradients: dict[str, int | None]
+    """Digest (`runtime.digest.strong_digest`) of each gradient that the first step made, by parameter name, for the proof."""
     admission: Admission
     """What is known about each distinct op."""
     num_changed: int
@@ -81,7 +82,7 @@ def trace_steps(
         contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
         optimizer_state = OptimizerState(optimizer)
     own: dict[int, tuple[torch.Generator, Tensor]] = {}
-    made: dict[str, Tensor | None] = {}
+    made: dict[str, int | None] = {}
     changed: list[int] = []
 
     def one(leaves: tuple[Leaf, ...]) -> Recording:
@@ -112,7 +113,7 @@ def trace_steps(
         first = one(())
         if model is not None:
             with quiet():
-                made = {n: p.grad.detach().clone() if p.grad is not None else None for n, p in model.named_parameters()}
+                made = {n: strong_digest(p.grad) if p.grad is not None else None for n, p in model.named_parameters()}
         if grads == "fresh":
             gradients.clear()
         ours = {t.untyped_storage()._cdata for t in tensors_of(first.result) if storage_of(t) is not None}

@@ -2,19 +2,19 @@
 
 Notes:
 1. A copy is made of the whole storage, once for each version, so that views that share it share it again when they come back.
-2. On the CPU a copy goes to an unlinked file, mapped into memory; space is reserved first, because a full disk would else show as a
-   bus error. Small ones, and all of them where there is no room, stay in memory. Device tensors go to the host.
+2. On the CPU a copy goes to a file without a name (`arena`). Small ones, and all of them where there is no room, stay in memory.
+   Device tensors go to the host.
 3. What comes back lies in an ordinary allocation: aligned as every other, so that kernels take the same path.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
-from typing import Any
 
 import torch
+
+from keepwise.trace.arena import ARENA
 
 Tensor = torch.Tensor
 
@@ -38,14 +38,24 @@ def can_spill(t: Tensor) -> bool:
 class Copy:
     """A storage's bytes, apart from the storage."""
 
-    __slots__ = ("__weakref__", "_back", "_bytes", "device", "nbytes")
+    __slots__ = ("__weakref__", "_back", "_bytes", "_owner", "_place", "device", "nbytes")
 
     def __init__(self, storage: torch.UntypedStorage, *, to_disk: bool) -> None:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self._back: weakref.ref[torch.UntypedStorage] | None = None
-        self._bytes = _room(self.nbytes, to_disk=to_disk and self.device.type == "cpu")
-        self._bytes.copy_(storage, non_blocking=False)
+        self._bytes: torch.UntypedStorage | None = None
+        self._owner = os.getpid()
+        self._place: int | None = None
+        if to_disk and self.device.type == "cpu" and self.nbytes > SMALL_BYTES:
+            self._place = ARENA.write(storage)
+        if self._place is None:
+            self._bytes = torch.UntypedStorage(self.nbytes, device="cpu")
+            self._bytes.copy_(storage, non_blocking=False)
+
+    def __del__(self) -> None:
+        if self._place is not None:
+            ARENA.release(self._owner)
 
     def back(self) -> tuple[torch.UntypedStorage, bool]:
         """The storage again, and whether it was made just now; shared while anyone holds it."""
@@ -53,40 +63,30 @@ class Copy:
         if storage is not None:
             return storage, False
         storage = torch.UntypedStorage(self.nbytes, device=self.device)
-        storage.copy_(self._bytes, non_blocking=False)
+        self.into(storage)
         self._back = weakref.ref(storage)
         return storage, True
 
     def into(self, storage: torch.UntypedStorage) -> None:
         """Write the bytes over a storage of the same size."""
-        storage.copy_(self._bytes, non_blocking=False)
+        if self._place is not None:
+            ARENA.read(self._place, storage)
+        else:
+            assert self._bytes is not None
+            storage.copy_(self._bytes, non_blocking=False)
 
     def equals(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage holds the same bytes still."""
         here = storage if storage.device.type == "cpu" else storage.cpu()
-        return torch.equal(_as_bytes(here), _as_bytes(self._bytes))
+        copy = self._bytes
+        if copy is None:
+            copy = torch.UntypedStorage(self.nbytes, device="cpu")
+            self.into(copy)
+        return torch.equal(_as_bytes(here), _as_bytes(copy))
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-
-
-def _room(nbytes: int, *, to_disk: bool) -> torch.UntypedStorage:
-    if to_disk and nbytes > SMALL_BYTES:
-        try:
-            handle, name = tempfile.mkstemp(prefix="keepwise-")
-        except OSError:
-            return torch.UntypedStorage(nbytes, device="cpu")
-        try:
-            os.posix_fallocate(handle, 0, nbytes)
-            mapped: Any = torch.UntypedStorage.from_file(name, True, nbytes)
-            return mapped
-        except OSError:
-            return torch.UntypedStorage(nbytes, device="cpu")
-        finally:
-            os.close(handle)
-            os.unlink(name)
-    return torch.UntypedStorage(nbytes, device="cpu")
 
 
 class Geometry:

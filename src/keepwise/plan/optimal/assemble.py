@@ -12,6 +12,7 @@ from keepwise.ir import Schedule, Window
 from keepwise.ir.schedule import NO_WINDOW
 from keepwise.plan.optimal.chain import Pass, SegmentEntry, StageEntry
 from keepwise.plan.optimal.graph import Graph
+from keepwise.plan.optimal.model import Model
 from keepwise.plan.optimal.options import Option, Replay, StageProblem
 from keepwise.plan.optimal.stages import Chain, Stage
 
@@ -40,15 +41,15 @@ class _Assembly:
         self.problems = problems
         self.always = set(chain.held) | (graph.formal - graph.droppable)
 
-    def run(self, root: Pass) -> Schedule:
+    def run(self, root: Pass, windows: list[Window]) -> set[int]:
+        """Append windows; return what is held."""
         left = frozenset(self.always | self._left_by(root))
         drafts = self._entries(root, left)
-        windows: list[Window] = []
+        first = len(windows)
         self._number(drafts, NO_WINDOW, windows)
         free = frozenset().union(*(_free(p) for p in self.problems))
-        read = {s for w in windows for s in self.graph.read_by(w.ops, left | free)}
-        held = {s for s in left if s in self.graph.formal} | read
-        return Schedule(held=tuple(sorted(held)), windows=tuple(windows), planner="optimal")
+        read = {s for w in windows[first:] for s in self.graph.read_by(w.ops, left | free)}
+        return {s for s in left if s in self.graph.formal} | read
 
     def _left_by(self, run: Pass) -> set[int]:
         """What a pass leaves: inputs of later entries, and what options hold."""
@@ -130,16 +131,18 @@ class _Assembly:
             self._number(draft.children, index, windows)
 
 
-def assemble(graph: Graph, chain: Chain, problems: Sequence[StageProblem], root: Pass) -> Schedule:
+def assemble(model: Model, roots: Sequence[Pass]) -> Schedule:
     """Write decisions as a `Schedule`.
 
     Args:
-        graph: the step.
-        chain: its stages.
-        problems: one a stage, in order.
-        root: decisions of the real forward pass.
+        model: the step.
+        roots: decisions of each real forward pass, in the order of the model's parts.
     """
-    return _Assembly(graph, chain, problems).run(root)
+    windows: list[Window] = []
+    held = set(model.graph.formal - model.graph.droppable)
+    for part, root in zip(model.parts, roots, strict=True):
+        held |= _Assembly(model.graph, part.chain, part.problems).run(root, windows)
+    return Schedule(held=tuple(sorted(held)), windows=tuple(windows), planner="optimal")
 
 
 def _free(problem: StageProblem) -> frozenset[int]:

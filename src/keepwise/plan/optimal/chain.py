@@ -139,23 +139,6 @@ class ChainProgram:
         """Bytes in grains."""
         return -(-num_bytes // self.grain) if self.up else num_bytes // self.grain
 
-    def seconds(self, budget_bytes: int) -> float:
-        """Least added seconds at a budget; infinite where nothing fits."""
-        m = self.budget_grains(budget_bytes)
-        return float(self.root[0][m]) if m >= 0 else float("inf")
-
-    def budget_grains(self, budget_bytes: int) -> int:
-        """A budget in grains, at most the largest of the table; -1 below the smallest."""
-        above = budget_bytes - self.low
-        if above < 0:
-            return -1
-        return min(above // self.grain if self.up else -(-above // self.grain), self.size - 1)
-
-    def smallest(self) -> int | None:
-        """Smallest budget in bytes at which something fits."""
-        finite = np.flatnonzero(np.isfinite(self.root[0]))
-        return self.low + int(finite[0]) * self.grain if len(finite) else None
-
     # The tables.
 
     def _shift(self, table: Table, grains: int) -> Table:
@@ -293,11 +276,8 @@ class ChainProgram:
 
     # From tables back to decisions.
 
-    def plan(self, budget_bytes: int) -> Pass | None:
-        """The pass that reaches `seconds(budget_bytes)`; None where nothing fits."""
-        m = self.budget_grains(budget_bytes)
-        if m < 0 or not np.isfinite(self.root[0][m]):
-            return None
+    def plan(self, m: int) -> Pass:
+        """The pass that reaches `root[0][m]`, which must be finite."""
         entries: list[StageEntry | SegmentEntry] = []
         s = 0
         count = len(self.links)

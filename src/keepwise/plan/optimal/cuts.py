@@ -49,22 +49,22 @@ class _Life:
     """Where a version that is overwritten later is read last: no cut may lie between."""
 
 
-def find_pieces(graph: Graph) -> tuple[list[Piece], frozenset[int]]:
-    """The pieces of the forward pass, in order, and the long-lived storages that are held always."""
-    life = _lifetimes(graph)
-    cuts, wide = _cuts(graph, life)
-    return _join_repeats(graph, cuts, TARGET_OPS), wide
+def find_pieces(graph: Graph, forward: Sequence[int]) -> tuple[list[Piece], frozenset[int]]:
+    """The pieces of the forward ops, in order (positions in `forward`), and the long-lived storages that are held always."""
+    life = _lifetimes(graph, forward)
+    cuts, wide = _cuts(graph, life, len(forward))
+    return _join_repeats(graph, forward, cuts, TARGET_OPS), wide
 
 
-def _lifetimes(graph: Graph) -> _Life:
+def _lifetimes(graph: Graph, forward: Sequence[int]) -> _Life:
     step = graph.step
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     moving: dict[int, int] = {}
-    for at, op in enumerate(graph.forward):
+    for at, op in enumerate(forward):
         for storage in graph.made_by[op]:
             first[storage] = last[storage] = at
-    for at, op in enumerate(graph.forward):
+    for at, op in enumerate(forward):
         for value in step.ops[op].inputs:
             storage = step.values[value].storage
             if storage in first:
@@ -80,9 +80,8 @@ def _charged(graph: Graph, storage: int) -> bool:
     return not graph.is_leaf(storage) and s.held_until < graph.num_moments - 1
 
 
-def _cuts(graph: Graph, life: _Life) -> tuple[list[Cut], frozenset[int]]:
+def _cuts(graph: Graph, life: _Life, size: int) -> tuple[list[Cut], frozenset[int]]:
     """Cuts for the largest limit on what counts as short-lived that makes the pieces small."""
-    size = len(graph.forward)
     saved = [s for s in life.first if graph.reads[s] and graph.nbytes[s]]
     total = sum(graph.nbytes[s] for s in saved)
     births = sorted(life.first[s] for s in saved if graph.nbytes[s] > SMALL_SHARE * total / 10)
@@ -96,7 +95,7 @@ def _cuts(graph: Graph, life: _Life) -> tuple[list[Cut], frozenset[int]]:
             if life.last[s] - at > limit and s not in life.moving and _charged(graph, s)
         }
         wide = frozenset(s for s in long if graph.nbytes[s] <= SMALL_SHARE * total)
-        cuts = _narrow(graph, life, wide, long - wide)
+        cuts = _narrow(graph, life, size, wide, long - wide)
         edges = [at for at, _ in cuts] + [size]
         widest = max(_weight(births, a, b) for a, b in itertools.pairwise(edges))
         if widest < 0.8 * lowest:
@@ -113,9 +112,8 @@ def _weight(births: Sequence[int], a: int, b: int) -> float:
     return max((b - a) / (2 * TARGET_OPS), saves / TARGET_SAVES)
 
 
-def _narrow(graph: Graph, life: _Life, wide: frozenset[int], long: set[int]) -> list[Cut]:
+def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: set[int]) -> list[Cut]:
     """Cuts where at most one short-lived storage crosses."""
-    size = len(graph.forward)
     opens: list[list[int]] = [[] for _ in range(size + 1)]
     closes: list[list[int]] = [[] for _ in range(size + 1)]
     shut = [0] * (size + 2)
@@ -155,16 +153,13 @@ def _without_unsaved(graph: Graph, cuts: list[Cut]) -> list[Cut]:
     ]
 
 
-def _join_repeats(graph: Graph, cuts: Sequence[Cut], target_ops: int) -> list[Piece]:
+def _join_repeats(graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], target_ops: int) -> list[Piece]:
     """(from, to, inputs) of stages: consecutive pieces joined to the period of the longest repetition."""
-    size = len(graph.forward)
+    size = len(forward)
     ops = graph.step.ops
     pieces = [(cut, cuts[i + 1][0] if i + 1 < len(cuts) else size, crossing) for i, (cut, crossing) in enumerate(cuts)]
-    pieces = _with_saves(graph, pieces)
-    names = [
-        tuple(ops[graph.forward[i]].signature or ops[graph.forward[i]].target for i in range(a, b))
-        for a, b, _ in pieces
-    ]
+    pieces = _with_saves(graph, forward, pieces)
+    names = [tuple(ops[forward[i]].signature or ops[forward[i]].target for i in range(a, b)) for a, b, _ in pieces]
     best_period, best_start, best_cover = 1, 0, 0
     for period in range(1, min(len(pieces) // 2, 32) + 1):
         start, run, top, top_start = 0, 0, 0, 0
@@ -195,12 +190,12 @@ def _join_repeats(graph: Graph, cuts: Sequence[Cut], target_ops: int) -> list[Pi
     return joined
 
 
-def _with_saves(graph: Graph, pieces: list[Piece]) -> list[Piece]:
+def _with_saves(graph: Graph, forward: Sequence[int], pieces: list[Piece]) -> list[Piece]:
     """Join pieces that save nothing to the one before."""
     saved = graph.step.saved_storages
     result: list[Piece] = []
     for piece in pieces:
-        makes = any(s in saved for i in range(piece[0], piece[1]) for s in graph.made_by[graph.forward[i]])
+        makes = any(s in saved for i in range(piece[0], piece[1]) for s in graph.made_by[forward[i]])
         if makes or len(result) == 0:
             result.append(piece)
         else:

@@ -47,6 +47,7 @@ class Graph:
         nbytes: bytes of each storage on the budget's device (0 for storages elsewhere).
         formal: storages that `Schedule` counts as dropped unless they are listed.
         droppable: storages that a plan may drop: those of them that cost bytes here and whose ops can be replayed.
+        passes: forward ops of each forward pass that has something to drop.
         base: bytes at each moment that no plan changes: everything but droppable storages after their `held_until`; with workspace.
         between: bytes of the same just before each moment.
     """
@@ -65,7 +66,6 @@ class Graph:
         self._needs: dict[int, tuple[Need, ...]] = {}
         self._makers: dict[int, tuple[int, ...] | None] = {}
         self._horizon = max((m for m in self.last_read), default=0)
-        self.forward = _forward_ops(step)
         self.writes: list[list[int]] = [[] for _ in step.storages]
         for op in step.ops:
             for storage in op.writes:
@@ -79,6 +79,7 @@ class Graph:
         self.formal = formally_droppable(step)
         self.droppable = frozenset(s for s in self.formal if self.nbytes[s] > 0 and self.makers(s) is not None)
         self.base, self.between = self._base(frozenset())
+        self.passes = _passes(self)
 
     def hold(self, storages: frozenset[int]) -> None:
         """Charge droppable storages that every plan holds in the base."""
@@ -218,9 +219,31 @@ class Graph:
         return states + sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
 
 
-def _forward_ops(step: Step) -> tuple[int, ...]:
-    """Forward ops up to the end of the run of forward ops in which autograd saves last (not a `detach` after backward)."""
+def _passes(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """The forward passes: forward ops that hang together by what they make, each up to where autograd saves last.
+
+    Micro-batches are passes of their own. What follows the last saved tensor (a `detach` after backward) belongs to none.
+    """
+    step = graph.step
     end = max((save.at for save in step.saves), default=0)
     while end < len(step.ops) and step.ops[end].phase is Phase.FORWARD:
         end += 1
-    return tuple(op.index for op in step.ops[:end] if op.phase is Phase.FORWARD)
+    forward = [op.index for op in step.ops[:end] if op.phase is Phase.FORWARD]
+    root: dict[int, int] = {}
+
+    def find(op: int) -> int:
+        while root.setdefault(op, op) != op:
+            root[op] = root[root[op]]
+            op = root[op]
+        return op
+
+    for op in forward:
+        for value in step.ops[op].inputs:
+            birth = step.storages[step.values[value].storage].birth
+            if birth != NO_OP and step.ops[birth].phase is Phase.FORWARD and birth < end:
+                root[find(op)] = find(birth)
+    members: dict[int, list[int]] = {}
+    for op in forward:
+        members.setdefault(find(op), []).append(op)
+    saves = {op for op in forward if any(s in graph.droppable for s in graph.made_by[op])}
+    return tuple(tuple(m) for m in members.values() if not saves.isdisjoint(m))

@@ -10,7 +10,18 @@ from keepwise.plan.optimal.enumerate import enumerate_menu, relaxed_bounds
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.menu import dominant, search_menu
 from keepwise.plan.optimal.options import Option, StageProblem
-from keepwise.plan.optimal.stages import Chain, cut_chain
+from keepwise.plan.optimal.stages import Chain, cut_chains
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    """One forward pass."""
+
+    chain: Chain
+    problems: tuple[StageProblem, ...]
+    """One a stage."""
+    kinds: tuple[int, ...]
+    """Number of the distinct problem of each stage."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,27 +29,23 @@ class Model:
     """Everything about a step that does not depend on the budget."""
 
     graph: Graph
-    chain: Chain
-    problems: tuple[StageProblem, ...]
-    """One a stage."""
-    kinds: tuple[int, ...]
-    """Number of the distinct problem of each stage."""
+    parts: tuple[Part, ...]
     menus: dict[int, list[Option]]
     """Kind -> options."""
     bounds: dict[int, list[Option]]
-    """Kind -> optimistic options that no option of the family beats; the menu itself where nothing was enumerated."""
+    """Kind -> optimistic options that no option of the family beats."""
     complete: bool
     """Whether every menu was enumerated."""
 
     @property
-    def floor_of_base(self) -> int:
-        """Largest base: no plan goes below, in bytes."""
-        return int(self.graph.base.max()) if len(self.graph.base) else 0
+    def num_stages(self) -> int:
+        """Stages of the longest pass."""
+        return max((len(p.kinds) for p in self.parts), default=0)
 
-    def links(self, menus: dict[int, list[Option]]) -> tuple[Link, ...]:
-        """The chain for the dynamic program, with `menus` or `bounds`."""
+    def links(self, part: Part, menus: dict[int, list[Option]]) -> tuple[Link, ...]:
+        """The chain of a pass for the dynamic program, with `menus` or `bounds`."""
         result: list[Link] = []
-        for stage, problem, kind in zip(self.chain.stages, self.problems, self.kinds, strict=True):
+        for stage, problem, kind in zip(part.chain.stages, part.problems, part.kinds, strict=True):
             hand = problem.at_hand
             made = set(stage.outputs) - set(stage.inputs)
             ops = problem.recipe(made, hand)
@@ -78,27 +85,21 @@ def _menu(problem: StageProblem) -> tuple[list[Option], list[Option], bool]:
 def build_model(step: Step) -> Model:
     """Cut, recognise equal stages, search the menus."""
     graph = Graph(step)
-    chain = cut_chain(graph)
     kinds: dict[tuple[object, ...], int] = {}
     menus: dict[int, list[Option]] = {}
     bounds: dict[int, list[Option]] = {}
     complete = True
-    problems: list[StageProblem] = []
-    numbers: list[int] = []
-    for stage in chain.stages:
-        problem = StageProblem(graph, stage, chain.held)
-        kind = kinds.setdefault(stage.key, len(kinds))
-        if kind not in menus:
-            menus[kind], bounds[kind], enumerated = _menu(problem)
-            complete &= enumerated
-        problems.append(problem)
-        numbers.append(kind)
-    return Model(
-        graph=graph,
-        chain=chain,
-        problems=tuple(problems),
-        kinds=tuple(numbers),
-        menus=menus,
-        bounds=bounds,
-        complete=complete,
-    )
+    parts: list[Part] = []
+    for chain in cut_chains(graph):
+        problems: list[StageProblem] = []
+        numbers: list[int] = []
+        for stage in chain.stages:
+            problem = StageProblem(graph, stage, chain.held)
+            kind = kinds.setdefault(stage.key, len(kinds))
+            if kind not in menus:
+                menus[kind], bounds[kind], enumerated = _menu(problem)
+                complete &= enumerated
+            problems.append(problem)
+            numbers.append(kind)
+        parts.append(Part(chain=chain, problems=tuple(problems), kinds=tuple(numbers)))
+    return Model(graph=graph, parts=tuple(parts), menus=menus, bounds=bounds, complete=complete)

@@ -116,7 +116,8 @@ class StageProblem:
     def cost(self, storage: int) -> int:
         """Bytes that holding a storage adds to the base; zero where others hold it to the end."""
         s = self.graph.step.storages[storage]
-        return 0 if s.held_until >= self.stage.last or s.category.is_static else self.graph.nbytes[storage]
+        end = s.held_until if storage in self.graph.droppable else s.death
+        return 0 if end >= self.stage.last or s.category.is_static else self.graph.nbytes[storage]
 
     def makers(self, position: int) -> frozenset[int]:
         """Ops that make a storage, as positions in `Stage.ops`; empty if one lies outside."""

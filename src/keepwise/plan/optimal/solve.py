@@ -22,8 +22,8 @@ import msgspec
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal.assemble import assemble
 from keepwise.plan.optimal.binding import describe_peak
-from keepwise.plan.optimal.chain import ChainProgram
 from keepwise.plan.optimal.model import Model, build_model
+from keepwise.plan.optimal.programs import Programs
 from keepwise.plan.optimal.result import OptimalResult, Status, gap_of
 from keepwise.simulate import ScheduleError, Timeline, simulate
 
@@ -51,19 +51,22 @@ class Workbench:
     model: Model
     plain: Timeline
     plain_schedule: Schedule
-    upper: ChainProgram
-    near: ChainProgram
+    upper: Programs
+    near: Programs
     """The menus with bytes rounded down: its plans may be a little over."""
-    lower: ChainProgram
+    lower: Programs
     """The bounds with bytes rounded down."""
     candidates: list[Candidate] = field(default_factory=list)
     """No one beaten by another in peak and time, by rising peak."""
+    refused: int = 0
+    """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
 
     def offer(self, schedule: Schedule) -> Candidate | None:
         """Let the judge see a schedule; None if it is refused."""
         try:
             timeline = simulate(self.step, schedule)
         except ScheduleError:
+            self.refused += 1
             return None
         found = Candidate(schedule=schedule, peak_bytes=timeline.peak_bytes, added_seconds=timeline.added_seconds)
         if not any(
@@ -83,12 +86,10 @@ class Workbench:
         fitting = [c for c in self.candidates if c.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda c: (c.added_seconds, c.peak_bytes), default=None)
 
-    def try_chain(self, program: ChainProgram, budget_bytes: int) -> Candidate | None:
+    def try_chain(self, program: Programs, budget_bytes: int) -> Candidate | None:
         """Plan by the chain, judged."""
-        root = program.plan(budget_bytes)
-        if root is None:
-            return None
-        return self.offer(assemble(self.model.graph, self.model.chain, self.model.problems, root))
+        roots = program.plan(budget_bytes)
+        return None if roots is None else self.offer(assemble(self.model, roots))
 
 
 def _grains(stages: int) -> int:
@@ -102,19 +103,17 @@ def workbench(step: Step) -> Workbench:
     if _KEY not in table:
         model = build_model(step)
         plain = simulate(step)
-        links = model.links(model.menus)
-        low = min((link.level for link in links), default=0)
-        high = max(plain.peak_bytes, low + 1)
-        grains = _grains(len(links))
+        high = plain.peak_bytes
+        grains = _grains(model.num_stages)
         schedule = Schedule(held=tuple(sorted(model.graph.formal)), planner="optimal", why="everything fits")
         bench = Workbench(
             step=step,
             model=model,
             plain=plain,
             plain_schedule=schedule,
-            upper=ChainProgram(links, low=low, high=high, grains=grains, rounding="up"),
-            near=ChainProgram(links, low=low, high=high, grains=grains, rounding="down"),
-            lower=ChainProgram(model.links(model.bounds), low=low, high=high, grains=grains, rounding="down"),
+            upper=Programs(model, model.menus, high=high, grains=grains, rounding="up"),
+            near=Programs(model, model.menus, high=high, grains=grains, rounding="down"),
+            lower=Programs(model, model.bounds, high=high, grains=grains, rounding="down"),
         )
         bench.offer(schedule)
         table[_KEY] = bench
@@ -187,7 +186,7 @@ def _solve(bench: Workbench, budget_bytes: int, deadline: float, layers: list[st
     best = bench.best(budget_bytes)
     if best is not None:
         layers.append("second solve")
-        _smallest_peak(bench, budget_bytes, best.added_seconds)
+        _smallest_peak(bench, best.added_seconds)
 
 
 def _round_down(bench: Workbench, budget_bytes: int, deadline: float) -> None:
@@ -203,20 +202,11 @@ def _round_down(bench: Workbench, budget_bytes: int, deadline: float) -> None:
         target -= max(found.peak_bytes - budget_bytes, bench.near.grain)
 
 
-def _smallest_peak(bench: Workbench, budget_bytes: int, seconds: float) -> None:
+def _smallest_peak(bench: Workbench, seconds: float) -> None:
     """Ask the program for the smallest budget with no more time."""
-    program = bench.upper
-    low, high = 0, program.budget_grains(budget_bytes)
-    table = program.root[0]
-    if high < 0 or table[high] > seconds + _TINY:
-        return
-    while low < high:
-        middle = (low + high) // 2
-        if table[middle] <= seconds + _TINY:
-            high = middle
-        else:
-            low = middle + 1
-    bench.try_chain(program, program.low + high * program.grain)
+    smallest = bench.upper.smallest(seconds + _TINY)
+    if smallest is not None:
+        bench.try_chain(bench.upper, smallest)
 
 
 def _floor(bench: Workbench) -> Candidate:

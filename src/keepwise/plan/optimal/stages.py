@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keepwise.ir import NO_OP
 from keepwise.plan.optimal.cuts import Piece, find_pieces
 from keepwise.plan.optimal.graph import Graph
 
@@ -62,45 +61,50 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """The forward pass as stages."""
+    """A forward pass as stages."""
 
     stages: tuple[Stage, ...]
     held: frozenset[int]
-    """Droppable storages that no stage decides about: always held."""
+    """Droppable storages of the step that no stage decides about: always held."""
 
 
-def cut_chain(graph: Graph) -> Chain:
-    """Cut the forward pass of `graph`; what is always held is charged in its base from then on."""
-    pieces, wide = find_pieces(graph)
-    return _consistent(graph, pieces, wide)
-
-
-def _consistent(graph: Graph, groups: list[Piece], wide: frozenset[int]) -> Chain:
-    """Stages whose backward spans are disjoint and in reverse order; others are joined."""
-    while True:
-        stages = _stages(graph, groups, wide)
-        bad = next((i for i in range(len(stages) - 1) if stages[i].first <= stages[i + 1].last), None)
-        if bad is None or len(groups) == 1:
-            break
-        groups[bad : bad + 2] = [(groups[bad][0], groups[bad + 1][1], groups[bad][2])]
-    decided = {s for stage in stages for s in (*stage.own, *stage.inputs)}
+def cut_chains(graph: Graph) -> tuple[Chain, ...]:
+    """Cut every forward pass of the step; what is always held is charged in the graph's base from then on."""
+    found: list[tuple[tuple[int, ...], list[Piece], frozenset[int]]] = []
+    for forward in graph.passes:
+        pieces, wide = find_pieces(graph, forward)
+        found.append((forward, _consistent(graph, forward, pieces, wide), wide))
+    stages = [_stages(graph, *args) for args in found]
+    decided = {s for chain in stages for stage in chain for s in (*stage.own, *stage.inputs)}
     held = frozenset(s for s in graph.droppable - decided if graph.reads[s])
     graph.hold(held)
-    return Chain(stages=tuple(_stages(graph, groups, wide)), held=held)
+    return tuple(Chain(stages=tuple(_stages(graph, *args)), held=held) for args in found)
 
 
-def _stages(graph: Graph, groups: list[Piece], wide: frozenset[int]) -> list[Stage]:
-    reads = _assign_reads(graph, groups)
+def _consistent(graph: Graph, forward: Sequence[int], groups: list[Piece], wide: frozenset[int]) -> list[Piece]:
+    """Join pieces until the spans of their backwards are disjoint and in reverse order."""
+    groups = list(groups)
+    while len(groups) > 1:
+        stages = _stages(graph, forward, groups, wide)
+        bad = next((i for i in range(len(stages) - 1) if stages[i].first <= stages[i + 1].last), None)
+        if bad is None:
+            break
+        groups[bad : bad + 2] = [(groups[bad][0], groups[bad + 1][1], groups[bad][2])]
+    return groups
+
+
+def _stages(graph: Graph, forward: Sequence[int], groups: list[Piece], wide: frozenset[int]) -> list[Stage]:
+    reads = _assign_reads(graph, forward, groups)
     step = graph.step
     stages: list[Stage] = []
-    following = max(graph.forward, default=0) + 1
+    following = forward[-1] + 1
     bounds: list[tuple[int, int]] = [(0, 0)] * len(groups)
     for i in reversed(range(len(groups))):
         moments = [m for _, first, last in reads[i] for m in (first, last)]
         bounds[i] = (min(moments), max(moments)) if moments else (following, following - 1)
         following = bounds[i][1] + 1
     for i, (a, b, inputs) in enumerate(groups):
-        ops = tuple(graph.forward[a:b])
+        ops = tuple(forward[a:b])
         outputs = groups[i + 1][2] if i + 1 < len(groups) else ()
         first, last = bounds[i]
         gap_stop = max(bounds[i - 1][0], last + 1) if i > 0 else graph.num_moments
@@ -113,7 +117,7 @@ def _stages(graph: Graph, groups: list[Piece], wide: frozenset[int]) -> list[Sta
         )
         nodes = _nodes([r for r in reads[i] if r[0] in own or r[0] in mine])
         path = _common_path([step.ops[o].path for o in ops])
-        stop = graph.forward[groups[i + 1][0]] if i + 1 < len(groups) else max(first, ops[-1] + 1)
+        stop = forward[groups[i + 1][0]] if i + 1 < len(groups) else max(first, ops[-1] + 1)
         before = {s for s, _, _ in reads[i - 1]}.union(groups[i - 1][2]) if i > 0 else set[int]()
         shared = frozenset(before & mine)
         key = (_key(graph, ops, inputs, outputs, own, nodes, first, last, stop), tuple(s in shared for s in inputs))
@@ -141,8 +145,8 @@ def _decidable(graph: Graph, storage: int) -> bool:
     return storage in graph.droppable and not graph.outlives_reads(storage)
 
 
-def _assign_reads(graph: Graph, groups: list[Piece]) -> list[list[tuple[int, int, int]]]:
-    """(storage, first, last) of the reads of each stage's saved tensors.
+def _assign_reads(graph: Graph, forward: Sequence[int], groups: list[Piece]) -> list[list[tuple[int, int, int]]]:
+    """(storage, first, last) of the reads of each stage's saved tensors that were made in this pass.
 
     `Save.at` does not tell whether an op saved its output or the next one its input; at a cut the moment of the read decides.
     """
@@ -150,16 +154,17 @@ def _assign_reads(graph: Graph, groups: list[Piece]) -> list[list[tuple[int, int
     stage_of: dict[int, int] = {}
     for i, (a, b, _) in enumerate(groups):
         for at in range(a, b):
-            stage_of[graph.forward[at]] = i
-    starts = {graph.forward[a]: i for i, (a, _, _) in enumerate(groups) if i > 0}
+            stage_of[forward[at]] = i
+    starts = {forward[a]: i for i, (a, _, _) in enumerate(groups) if i > 0}
     order = sorted(stage_of)
     sure: list[list[tuple[int, int, int]]] = [[] for _ in groups]
     open_reads: list[tuple[int, tuple[int, int, int]]] = []
     for save in step.saves:
         storage = step.values[save.value].storage
+        if step.storages[storage].birth not in stage_of:
+            continue
         later = starts.get(save.at)
-        op = save.at if save.at in stage_of else _before(order, save.at)
-        index = stage_of.get(op, len(groups) - 1)
+        index = stage_of[save.at if save.at in stage_of else _before(order, save.at)]
         for read in save.reads:
             item = (storage, read.first, read.last)
             if later is not None:
@@ -179,9 +184,8 @@ def _inside(items: list[tuple[int, int, int]], item: tuple[int, int, int]) -> bo
 
 
 def _before(order: list[int], at: int) -> int:
-    """Last forward op before `at`."""
-    i = bisect_left(order, at)
-    return order[i - 1] if i else NO_OP
+    """Last op of the pass before `at`; the first one where there is none."""
+    return order[max(bisect_left(order, at) - 1, 0)]
 
 
 def _nodes(reads: list[tuple[int, int, int]]) -> tuple[Node, ...]:

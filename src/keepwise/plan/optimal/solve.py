@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from keepwise.ir import Schedule, Step
+from keepwise.plan.named import get_planner
 from keepwise.plan.optimal.assemble import assemble
 from keepwise.plan.optimal.binding import describe_peak
 from keepwise.plan.optimal.model import Model, build_model
@@ -29,6 +30,12 @@ from keepwise.simulate import ScheduleError, Timeline, simulate
 
 _KEY = "_optimal_workbench"
 _TINY = 1e-9
+
+NAMED = ("full", "every:2", "sqrt", "recursive", "selective")
+"""Planners whose schedules are candidates at every budget."""
+
+MAX_NAMED_OPS = 20_000
+"""Above as many ops they are not tried: they take longer than the program that beats them."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the gap so far."""
@@ -116,6 +123,9 @@ def workbench(step: Step) -> Workbench:
             lower=Programs(model, model.bounds, high=high, grains=grains, rounding="down"),
         )
         bench.offer(schedule)
+        if len(step.ops) <= MAX_NAMED_OPS:
+            for name in NAMED:
+                bench.offer(get_planner(name).plan(step, None))
         table[_KEY] = bench
     return table[_KEY]
 
@@ -162,17 +172,10 @@ def plan_optimal(
 
 
 def _solve(bench: Workbench, budget_bytes: int, deadline: float, layers: list[str]) -> None:
-    target = budget_bytes
-    for _ in range(8):
-        found = bench.try_chain(bench.upper, target)
-        if found is None or found.peak_bytes <= budget_bytes:
-            break
-        if "tighten" not in layers:
-            layers.append("tighten")
-        target -= found.peak_bytes - budget_bytes
-        if time.perf_counter() > deadline:
-            layers.append("time limit")
-            return
+    _tighten(bench, budget_bytes, deadline, layers)
+    if time.perf_counter() > deadline:
+        layers.append("time limit")
+        return
     _round_down(bench, budget_bytes, deadline)
     # What the chain charges twice leaves room: ask for more, as long as the judge agrees.
     for grains in (1, 2, 4, 8, 16):
@@ -187,6 +190,26 @@ def _solve(bench: Workbench, budget_bytes: int, deadline: float, layers: list[st
     if best is not None:
         layers.append("second solve")
         _smallest_peak(bench, best.added_seconds)
+
+
+def _tighten(bench: Workbench, budget_bytes: int, deadline: float, layers: list[str]) -> None:
+    """Solve for less until the judge agrees, then halve the step between the last two."""
+    target, over = budget_bytes, budget_bytes
+    for _ in range(8):
+        found = bench.try_chain(bench.upper, target)
+        if found is None or found.peak_bytes <= budget_bytes or time.perf_counter() > deadline:
+            break
+        if "tighten" not in layers:
+            layers.append("tighten")
+        over = target
+        target -= max(found.peak_bytes - budget_bytes, bench.upper.grain)
+    while over - target > max(bench.upper.grain, (over - bench.upper.low) // 256) and time.perf_counter() < deadline:
+        middle = (over + target) // 2
+        found = bench.try_chain(bench.upper, middle)
+        if found is not None and found.peak_bytes > budget_bytes:
+            over = middle
+        else:
+            target = middle
 
 
 def _round_down(bench: Workbench, budget_bytes: int, deadline: float) -> None:

@@ -46,6 +46,7 @@ class Busy(nn.Module):
         with torch.no_grad():
             self.lin.weight.mul_(0.5)
             x.add_(1.0)
+        self.norm.requires_grad_(not self.norm.weight.requires_grad)
         if self.fails:
             raise RuntimeError("as asked")
         return y
@@ -56,6 +57,7 @@ def _state(model: Busy, x: Tensor) -> dict[str, Any]:
         "tensors": {n: t.detach().clone() for n, t in model.state_dict().items()},
         "objects": {n: id(t) for n, t in [*model.named_parameters(), *model.named_buffers()]},
         "grads": {n: (id(p.grad), None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()},
+        "flags": {n: p.requires_grad for n, p in model.named_parameters()},
         "versions": {n: t._version for n, t in [*model.named_parameters(), *model.named_buffers()]},
         "x": (x.clone(), x._version),
         "torch": torch.get_rng_state(),

@@ -146,20 +146,22 @@ def _generator_state(thing: Any) -> Callable[[], object] | None:
 
 
 class Gradients:
-    """The `.grad` objects of parameters and arguments (note 2)."""
+    """The `.grad` objects of parameters and arguments (note 2), and whether they ask for one."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._saved = [(t, t.grad) for t in tensors if t.is_leaf and t.requires_grad]
+        self._saved = [(t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
 
     def clear(self) -> None:
         """Take them off."""
-        for t, _ in self._saved:
+        for t, _, _ in self._saved:
             t.grad = None
 
     def restore(self) -> None:
         """Put the same objects back."""
-        for t, grad in self._saved:
+        for t, grad, requires_grad in self._saved:
             t.grad = grad
+            if t.requires_grad != requires_grad:
+                t.requires_grad_(requires_grad)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -191,12 +191,12 @@ def _join_repeats(graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], tar
 
 
 def _with_saves(graph: Graph, forward: Sequence[int], pieces: list[Piece]) -> list[Piece]:
-    """Join pieces that save nothing to the one before."""
+    """Join pieces to the one before that make nothing saved, and whose inputs nobody saves either."""
     saved = graph.step.saved_storages
     result: list[Piece] = []
     for piece in pieces:
         makes = any(s in saved for i in range(piece[0], piece[1]) for s in graph.made_by[forward[i]])
-        if makes or len(result) == 0:
+        if makes or len(result) == 0 or all(graph.reads[s] for s in piece[2]):
             result.append(piece)
         else:
             result[-1] = (result[-1][0], piece[1], result[-1][2])

@@ -146,6 +146,8 @@ class Walk(msgspec.Struct, frozen=True, kw_only=True):
     """bytes: most that is alive during its backward, values still held included."""
     backward_saved: int
     """bytes: of `backward_peak`, what autograd still held at that moment."""
+    first_gradients: int
+    """bytes of gradients that are alive when backward first asks for a saved value."""
 
 
 class Graph:
@@ -218,8 +220,10 @@ class Graph:
         """Live bytes of both passes, above what was alive before; nothing of this piece is dropped while it runs."""
         if self._walk is None:
             saved = self.saved()
-            backward, still = self._backward_peak(saved)
-            self._walk = Walk(forward_peak=self._forward_peak(saved), backward_peak=backward, backward_saved=still)
+            backward, still, first = self._backward_peak(saved)
+            self._walk = Walk(
+                forward_peak=self._forward_peak(saved), backward_peak=backward, backward_saved=still, first_gradients=first
+            )
         return self._walk
 
     def _forward_peak(self, saved: frozenset[int]) -> int:
@@ -243,7 +247,7 @@ class Graph:
                     live_bytes -= self.values[v].num_bytes
         return peak
 
-    def _backward_peak(self, saved: frozenset[int]) -> tuple[int, int]:
+    def _backward_peak(self, saved: frozenset[int]) -> tuple[int, int, int]:
         first_saver: dict[int, int] = {}
         for op in self.ops:
             for v in op.saves:
@@ -261,8 +265,10 @@ class Graph:
 
         if self.exit >= 0:
             sizes[0], owners[0], gradient[self.exit] = self.values[self.exit].gradient_bytes, 1, 0
-        peak, peak_held = held + sum(sizes.values()), held
+        peak, peak_held, first = held + sum(sizes.values()), held, -1
         for op in reversed(self.ops):
+            if op.saves and first < 0:
+                first = sum(sizes.values())
             arriving = [gradient[v] for v in op.outputs if v in gradient]
             if arriving:
                 fresh: list[tuple[int, int]] = []
@@ -293,4 +299,4 @@ class Graph:
                     if v in gradient and v not in op.inputs:
                         release(gradient.pop(v))
             held -= self.bytes_of([v for v in dict.fromkeys(op.saves) if first_saver[v] == op.index])
-        return peak, peak_held
+        return peak, peak_held, max(0, first)

@@ -191,13 +191,17 @@ class Builder:
     def add(self, a: int, b: int, name: str, module: str) -> int:
         """A sum; the wider type wins."""
         y = self.like(a, name, itemsize=max(self.itemsize(a), self.itemsize(b)))
-        self.op(name, module, [a, b], [y], passes_gradient=True)
+        self.op(name, module, [a, b], [y], passes_gradient=True, forward_extra=self._widening(a, b, y))
         return y
+
+    def _widening(self, a: int, b: int, y: int) -> int:
+        """Bytes of the widened copy that CPU kernels make of the narrower of two operands."""
+        return self.graph.values[y].num_bytes if self.context.cpu and self.itemsize(a) != self.itemsize(b) else 0
 
     def multiply(self, a: int, b: int, name: str, module: str) -> int:
         """An elementwise product of two tensors that both need gradients: both are saved."""
         y = self.like(a, name, itemsize=max(self.itemsize(a), self.itemsize(b)))
-        self.op(name, module, [a, b], [y], [a, b])
+        self.op(name, module, [a, b], [y], [a, b], forward_extra=self._widening(a, b, y))
         return y
 
     def dropout(self, x: int, probability: float, name: str, module: str) -> int:
@@ -358,16 +362,21 @@ class Builder:
             role="matrix",
             adapter=True,
         )
-        source = self.dropout(x, context.lora_dropout, f"{name}.lora_dropout", module)
-        source = self.cast(source, context.itemsize, f"{name}.lora_input", module) if context.autocast else source
-        middle = self.value(f"{name}.lora_middle", rows * rank, self.itemsize(source), split="sequence")
-        up = self.value(f"{name}.lora_result", rows * outputs, self.itemsize(source), split=self.split(y))
+        # PEFT keeps adapters in fp32, casts their input to that, and autocast narrows it again; each adapter has its own copies.
+        source = self.cast(x, 4, f"{name}.lora_wide_input", module)
+        source = self.dropout(source, context.lora_dropout, f"{name}.lora_dropout", module)
+        if context.autocast:
+            source = self.cast(source, context.itemsize, f"{name}.lora_input", module)
+        size = self.itemsize(source)
+        middle = self.value(f"{name}.lora_middle", rows * rank, size, split="sequence")
         inner = 2.0 * rows * rank * inputs / (divisor if parallel == "row" else 1)
         outer = 2.0 * rows * rank * outputs / (1 if parallel == "row" else divisor)
         self.op(f"{name}.lora_a", module, [source], [middle], [source], kind="matmul", flops=inner)
+        up = self.value(f"{name}.lora_result", rows * outputs, size, split=self.split(y))
         self.op(f"{name}.lora_b", module, [middle], [up], [middle], kind="matmul", flops=outer)
         scaled = self.pointwise(up, f"{name}.lora_scaled", module)
-        return self.add(y, scaled, f"{name}.sum", module)
+        total = self.add(y, scaled, f"{name}.sum", module)
+        return self.cast(total, self.itemsize(y), f"{name}.sum_narrow", module)
 
     def activation(self, x: int, function: str, name: str, module: str) -> int:
         """An activation function by its Hugging Face name; those written in Python keep every intermediate."""

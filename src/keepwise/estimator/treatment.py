@@ -56,7 +56,7 @@ def keep_some(graph: Graph, walk: Walk, kept: frozenset[int], cost: Cost) -> Tre
     beside = graph.bytes_of(held - graph.saved())
     return Treatment(
         kept_bytes=graph.bytes_of(held),
-        backward_peak=max(walk.backward_peak, walk.forward_peak) + beside,
+        backward_peak=max(walk.backward_peak, walk.forward_peak + walk.first_gradients) + beside,
         saved_in_peak=walk.backward_saved + beside,
         forward_peak=walk.forward_peak,
         rebuilt_flops=sum(graph.ops[i].flops for i in ops),
@@ -92,7 +92,7 @@ def segment(graphs: list[Graph], walks: list[Walk], cost: Cost) -> Treatment:
     beside = kept if entry not in graphs[0].saved() else 0
     return Treatment(
         kept_bytes=kept,
-        backward_peak=beside + earlier + max(walks[-1].backward_peak, walks[-1].forward_peak),
+        backward_peak=beside + earlier + max(walks[-1].backward_peak, walks[-1].forward_peak + walks[-1].first_gradients),
         saved_in_peak=beside + earlier + walks[-1].backward_saved,
         forward_peak=max(w.forward_peak for w in walks),
         rebuilt_flops=last.rebuilt_flops + sum(a[0] for a in again),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import torch
@@ -82,6 +83,16 @@ class Interrupted(Net):
 
 def interrupted():
     return Interrupted(), torch.randn(8, 16), {}, loss
+
+
+class Signalled(Net):
+    def forward(self, x):
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+        return super().forward(x)
+
+
+def signalled():
+    return Signalled(), torch.randn(8, 16), {}, loss
 
 
 class Noisy(Net):

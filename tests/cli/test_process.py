@@ -61,3 +61,8 @@ def test_exit_codes_reach_the_shell():
     assert failed.returncode == 3
     assert failed.stderr.splitlines()[0].startswith("error: ")
     assert "Traceback" not in failed.stderr
+
+
+def test_ctrl_c_ends_without_a_traceback():
+    stopped = keepwise("fit", f"{MODELS}:signalled")
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, "", "error: interrupted\n")

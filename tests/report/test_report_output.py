@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -191,3 +192,17 @@ def test_a_frontier_is_printed_and_drawn() -> None:
     page = Page(render_frontier(frontier))
     assert page.count["circle"] == 3
     assert page.fetched == []
+
+
+def test_a_time_far_above_the_prediction_is_said() -> None:
+    def printed(ratio: float) -> str:
+        plan = made(gpt_like(2), "every:2")
+        slow = msgspec.structs.replace(MEASURED, ratio=ratio)
+        out = io.StringIO()
+        print_report(build_report(plan, plain=plan.plain, measured=slow), Console(file=out, width=200))
+        return out.getvalue()
+
+    predicted = made(gpt_like(2), "every:2")
+    share = predicted.added_seconds / predicted.step_seconds
+    assert "longer than predicted" not in printed(1 + share)
+    assert "longer than predicted" in printed(1.1 + 2 * share)

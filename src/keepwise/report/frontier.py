@@ -68,12 +68,14 @@ def _can_draw(console: Console) -> bool:
 
 def render_frontier(report: FrontierReport, *, width: float = 1000, height: float = 380) -> str:
     """The page."""
-    left, right, top, bottom = 74.0, width - 20.0, 16.0, height - 44.0
+    left, right, top, bottom = 74.0, width - 30.0, 16.0, height - 44.0
     y_bytes, x_top = nice_bytes(max(p[1] for p in report.points))
     percents = [100 * p[2] / max(report.step_seconds, 1e-12) for p in report.points]
     bounds = [100 * p[3] / max(report.step_seconds, 1e-12) for p in report.points]
     steps = nice_steps(max(*percents, 1.0), 5)
-    y_top = steps[-1] + (steps[1] - steps[0] if steps[-1] < max(percents) else 0)
+    if steps[-1] < max(percents):
+        steps.append(steps[-1] + steps[1])
+    y_top = steps[-1]
 
     def x(value: float) -> float:
         return left + (right - left) * value / x_top

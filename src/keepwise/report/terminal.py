@@ -55,7 +55,7 @@ def print_groups(report: Report, console: Console) -> None:
         pad_edge=False,
         box=SIMPLE_HEAD,
     )
-    table.add_column("blocks", overflow="fold")
+    table.add_column("blocks", no_wrap=True)
     table.add_column("", justify="right")
     for _, name in kinds:
         table.add_column(name, justify="right", no_wrap=True)
@@ -64,7 +64,7 @@ def print_groups(report: Report, console: Console) -> None:
     shown, rest = _worth_showing(report.groups)
     for group in shown:
         table.add_row(
-            Text(group.name),
+            _end_of(group.name),
             f"x{group.count}" if group.count > 1 else "",
             *(_tensors(group.num_tensors[k], group.nbytes[k]) for k, _ in kinds),
             show_seconds(group.replay_seconds),
@@ -97,6 +97,11 @@ def _worth_showing(groups: tuple[Group, ...]) -> tuple[list[Group], list[Group]]
     weight = sorted(groups, key=lambda g: -sum(g.nbytes.values()))
     chosen = set(map(id, weight[: MAX_ROWS - 1]))
     return [g for g in groups if id(g) in chosen], [g for g in groups if id(g) not in chosen]
+
+
+def _end_of(name: str, width: int = 34) -> Text:
+    """The end of a long path: what tells it from its neighbours."""
+    return Text(name if len(name) <= width else "..." + name[3 - width :])
 
 
 def _tensors(count: int, nbytes: int) -> Text:
@@ -178,12 +183,30 @@ def print_outcome(report: Report, console: Console) -> None:
         )
     if report.measured is not None:
         m = report.measured
+        pairs = "1 pair" if m.pairs == 1 else f"{m.pairs} pairs"
         off = show_percent(m.plan_peak_bytes - report.peak_bytes, report.peak_bytes)
         console.print(
             Text.assemble(
                 ("Measured: ", "bold"),
                 f"peak {show_bytes(m.plain_peak_bytes)} -> {show_bytes(m.plan_peak_bytes)} ({off} against the prediction); "
                 f"step {show_seconds(m.plain_seconds)} -> {show_seconds(m.plan_seconds)}, {m.ratio:.3f}x "
-                f"(quartiles {m.ratio_low:.3f}-{m.ratio_high:.3f}, {m.pairs} pairs in turn)",
+                f"(quartiles {m.ratio_low:.3f}-{m.ratio_high:.3f}, {pairs} in turn)",
             )
         )
+        _explain_slowness(report, console)
+
+
+def _explain_slowness(report: Report, console: Console) -> None:
+    """A word where the measured time is far above the predicted one."""
+    m, seconds = report.measured, max(report.step_seconds, 1e-12)
+    if m is None or m.ratio - 1 < 2 * report.added_seconds / seconds + 0.05:
+        return
+    small = 1e6 * m.plain_seconds / max(report.num_ops, 1)
+    why = (
+        f": an op of this step takes {small:.0f} us on average, so that starting an op costs as much as the op. Larger batches "
+        "are predicted better"
+        if small < 100
+        else ": is the machine busy? More --pairs, and `keepwise bench`, tell more"
+    )
+    text = f"note: the replays take longer than predicted ({show_percent(report.added_seconds, seconds)}){why}"
+    console.print(Text(text, style="yellow"))

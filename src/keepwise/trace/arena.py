@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from typing import Any
 
 import torch
 
@@ -76,7 +77,8 @@ class Arena:
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-    return memoryview(flat.numpy())
+    array: Any = flat.numpy()
+    return memoryview(array)
 
 
 ARENA = Arena()

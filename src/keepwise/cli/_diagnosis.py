@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from keepwise.report.folding import VIEWS
 from keepwise.report.model import Report
 from keepwise.report.words import plain_reason, show_bytes, show_percent, show_seconds
 
@@ -122,7 +123,8 @@ def _time(report: Report) -> list[Finding]:
     ops: Counter[str] = Counter()
     for group in report.groups:
         for op, _, taken in group.replayed:
-            ops[op] += round(1e9 * taken)
+            if op != VIEWS:
+                ops[op] += round(1e9 * taken)
     if report.added_seconds > 0:
         listed = ", ".join(f"{op} {show_seconds(n / 1e9)}" for op, n in ops.most_common(4))
         modules = sorted(report.groups, key=lambda g: -g.replay_seconds)[:3]

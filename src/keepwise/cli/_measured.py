@@ -40,10 +40,11 @@ class Peak:
 
 
 def step_peak(step: Step, model: nn.Module, optimizer: Optimizer | None = None) -> Peak:
-    """Run a step twice (on CUDA once) and take its peak from the allocator."""
+    """Run a step twice and take the peak of the second from the allocator."""
     held = holdings(step, model, optimizer)
     device = device_name(None, held.any_tensors())
     if device.startswith("cuda"):
+        step()
         static = sum(size for _, size in held.storages(device).values())
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -120,7 +120,6 @@ def measure_target(
     step = whole_step(target, optimizer, grads=grads)
     say("measuring the plain step's peak")
     with plan.paused():
-        step()
         plain = step_peak(step, target.model, optimizer)
     say("measuring the planned step's peak")
     planned = step_peak(step, target.model, optimizer)

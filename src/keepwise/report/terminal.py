@@ -60,7 +60,7 @@ def print_groups(report: Report, console: Console) -> None:
     for _, name in kinds:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("adds", justify="right", no_wrap=True)
-    table.add_column("what runs again, or why not", overflow="fold")
+    table.add_column("what runs again, or why not", no_wrap=True, overflow="ellipsis", min_width=16)
     shown, rest = _worth_showing(report.groups)
     for group in shown:
         table.add_row(

@@ -95,13 +95,16 @@ def _cuts(graph: Graph, life: _Life, size: int) -> tuple[list[Cut], frozenset[in
             if life.last[s] - at > limit and s not in life.moving and _charged(graph, s)
         }
         wide = frozenset(s for s in long if graph.nbytes[s] <= SMALL_SHARE * total)
-        cuts = _narrow(graph, life, size, wide, long - wide)
-        edges = [at for at, _ in cuts] + [size]
-        widest = max(_weight(births, a, b) for a, b in itertools.pairwise(edges))
-        if widest < 0.8 * lowest:
-            best, lowest = (cuts, wide), widest
-        if lowest <= 1.0:
-            break
+        narrow = _narrow(graph, life, size, wide, long - wide)
+        # What is saved costs nothing to hold until it is read: prefer cuts where only such storages cross.
+        saved_only = [cut for cut in narrow if all(graph.reads[s] for s in cut[1])]
+        for cuts in (saved_only, _without_unsaved(graph, narrow)):
+            edges = [at for at, _ in cuts] + [size]
+            widest = max(_weight(births, a, b) for a, b in itertools.pairwise(edges))
+            if widest < 0.8 * lowest:
+                best, lowest = (cuts, wide), widest
+            if lowest <= 1.0:
+                return best
         limit //= 2
     return best
 
@@ -138,7 +141,7 @@ def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: se
         here = tuple(sorted(crossing))
         if here != cuts[-1][1]:
             cuts.append((at, here))
-    return _without_unsaved(graph, cuts)
+    return cuts
 
 
 def _without_unsaved(graph: Graph, cuts: list[Cut]) -> list[Cut]:

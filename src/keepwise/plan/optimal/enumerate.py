@@ -522,7 +522,7 @@ class _Menu:
         return Enumerated(options=options, bounds=dominant(bounds, limit=100_000))
 
     def _variants(self, held: frozenset[int], outer: frozenset[int], partition: Partition) -> list[Option]:
-        """Exact prices: small storages held, or where a window makes them anyway, retained from there."""
+        """Exact prices: small storages held, or where a window makes them anyway, retained from there; then `_kept_on`."""
         problem = self.tables.problem
         small = frozenset(self.tables.small)
         found: list[Option] = []
@@ -535,10 +535,44 @@ class _Menu:
             found.append(option)
             lasting = self._lasting(option, partition, small - retained)
             if lasting:
-                rest = chosen - frozenset().union(*lasting.values())
-                lighter = problem.evaluate(rest, retained, partition, lasting)
-                if lighter is not None:
-                    found.append(lighter)
+                chosen = chosen - frozenset().union(*lasting.values())
+                lighter = problem.evaluate(chosen, retained, partition, lasting)
+                if lighter is None:
+                    continue
+                found.append(lighter)
+                option = lighter
+            found.extend(self._kept_on(option, chosen, retained, partition, lasting))
+        return found
+
+    def _kept_on(
+        self,
+        option: Option,
+        held: frozenset[int],
+        outer: frozenset[int],
+        partition: Partition,
+        lasting: dict[int, frozenset[int]],
+    ) -> list[Option]:
+        """Options beyond the family: a large storage that a later window makes again is kept on by the first that makes it."""
+        problem = self.tables.problem
+        nodes, first = problem.stage.nodes, problem.stage.first
+        found: list[Option] = []
+        numbered = {
+            number: window
+            for number, (a, b) in enumerate(partition)
+            for window in option.windows
+            if nodes[a].first <= first + window.start <= nodes[b].last
+        }
+        order = sorted(numbered)
+        for p in self.tables.large:
+            makers = problem.makers(p)
+            users = [n for n in order if makers and makers <= set(numbered[n].ops)]
+            if p in held or p in outer or len(users) < 2 or p not in numbered[users[0]].retain:
+                continue
+            more = dict(lasting)
+            more[users[0]] = more.get(users[0], frozenset()) | {p}
+            better = problem.evaluate(held, outer, partition, more)
+            if better is not None and better.seconds < option.seconds - 1e-12:
+                found.append(better)
         return found
 
     def _lasting(self, option: Option, partition: Partition, small: frozenset[int]) -> dict[int, frozenset[int]]:

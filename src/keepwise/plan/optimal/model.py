@@ -82,15 +82,15 @@ def _menu(problem: StageProblem) -> tuple[list[Option], list[Option], bool]:
     return dominant([*found, *enumerated.options]), enumerated.bounds, True
 
 
-def build_model(step: Step) -> Model:
-    """Cut, recognise equal stages, search the menus."""
+def build_model(step: Step, *, whole: bool = False) -> Model:
+    """Cut (unless each pass is wanted as a `whole`), recognise equal stages, search the menus."""
     graph = Graph(step)
     kinds: dict[tuple[object, ...], int] = {}
     menus: dict[int, list[Option]] = {}
     bounds: dict[int, list[Option]] = {}
     complete = True
     parts: list[Part] = []
-    for chain in cut_chains(graph):
+    for chain in cut_chains(graph, whole=whole):
         problems: list[StageProblem] = []
         numbers: list[int] = []
         for stage in chain.stages:

@@ -68,11 +68,11 @@ class Chain:
     """Droppable storages of the step that no stage decides about: always held."""
 
 
-def cut_chains(graph: Graph) -> tuple[Chain, ...]:
-    """Cut every forward pass of the step; what is always held is charged in the graph's base from then on."""
+def cut_chains(graph: Graph, *, whole: bool = False) -> tuple[Chain, ...]:
+    """Every forward pass of the step, cut unless wanted as a whole; the graph's base then charges what is always held."""
     found: list[tuple[tuple[int, ...], list[Piece], frozenset[int]]] = []
     for forward in graph.passes:
-        pieces, wide = find_pieces(graph, forward)
+        pieces, wide = ([(0, len(forward), ())], frozenset[int]()) if whole else find_pieces(graph, forward)
         found.append((forward, _consistent(graph, forward, pieces, wide), wide))
     stages = [_stages(graph, *args) for args in found]
     decided = {s for chain in stages for stage in chain for s in (*stage.own, *stage.inputs)}

@@ -1,0 +1,152 @@
+"""What planning one step leaves for the next budget: its views, and every plan that the judge accepted.
+
+A *view* is one way to cut the step into stages, with its menus and tables. There is one at the narrow points; a small pass also has
+one without cuts, in which windows may begin from any leaf. The bound is the smallest of the views'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepwise.ir import Schedule, Step
+from keepwise.plan.named import get_planner
+from keepwise.plan.optimal.assemble import assemble
+from keepwise.plan.optimal.graph import Graph
+from keepwise.plan.optimal.model import Model, build_model
+from keepwise.plan.optimal.programs import Programs
+from keepwise.simulate import ScheduleError, Timeline, simulate
+
+_KEY = "_optimal_workbench"
+
+TINY = 1e-9
+"""Seconds that count as none."""
+
+NAMED = ("full", "every:2", "sqrt", "recursive", "selective")
+"""Planners whose schedules are candidates at every budget."""
+
+MAX_NAMED_OPS = 20_000
+"""Above as many ops they are not tried: they take longer than the program that beats them."""
+
+MAX_WHOLE_STORAGES = 8
+"""Passes that save at most as many storages are also planned without cuts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that the judge accepted."""
+
+    schedule: Schedule
+    peak_bytes: int
+    added_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A model with its tables."""
+
+    model: Model
+    upper: Programs
+    """The menus with bytes rounded up: its plans fit, as far as the chain knows."""
+    near: Programs
+    """The menus with bytes rounded down: its plans may be a little over."""
+    lower: Programs
+    """The bounds with bytes rounded down."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Workbench:
+    """Everything that is known about a step."""
+
+    step: Step
+    plain: Timeline
+    views: tuple[View, ...]
+    candidates: list[Candidate] = field(default_factory=list)
+    """No one beaten by another in peak and time, by rising peak."""
+    refused: int = 0
+    """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
+
+    def offer(self, schedule: Schedule) -> Candidate | None:
+        """Let the judge see a schedule; None if it is refused."""
+        try:
+            timeline = simulate(self.step, schedule)
+        except ScheduleError:
+            self.refused += 1
+            return None
+        found = Candidate(schedule=schedule, peak_bytes=timeline.peak_bytes, added_seconds=timeline.added_seconds)
+        if not any(
+            c.peak_bytes <= found.peak_bytes and c.added_seconds <= found.added_seconds + TINY for c in self.candidates
+        ):
+            self.candidates = [
+                c
+                for c in self.candidates
+                if c.peak_bytes < found.peak_bytes or c.added_seconds < found.added_seconds - TINY
+            ]
+            self.candidates.append(found)
+            self.candidates.sort(key=lambda c: c.peak_bytes)
+        return found
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        """Least added time that fits, then least peak."""
+        fitting = [c for c in self.candidates if c.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda c: (c.added_seconds, c.peak_bytes), default=None)
+
+    def try_chain(self, view: View, program: Programs, budget_bytes: int) -> Candidate | None:
+        """Plan by a view's chain, judged."""
+        roots = program.plan(budget_bytes)
+        return None if roots is None else self.offer(assemble(view.model, roots))
+
+    def bound(self, budget_bytes: int) -> float:
+        """Least added seconds at a budget that any view admits; infinite where none admits a plan."""
+        return min(view.lower.seconds(budget_bytes) for view in self.views)
+
+    def floor(self) -> Candidate:
+        """The plan with the smallest peak that is known."""
+        for view in self.views:
+            smallest = view.upper.smallest()
+            if smallest is not None and smallest < self.candidates[0].peak_bytes:
+                self.try_chain(view, view.upper, smallest)
+        return self.candidates[0]
+
+
+def workbench(step: Step) -> Workbench:
+    """The workbench of a step, made at the first call and kept with the step."""
+    table: dict[str, Any] = vars(step)
+    if _KEY not in table:
+        plain = simulate(step)
+        model = build_model(step)
+        views = [_view(model, plain.peak_bytes)]
+        if model.num_stages > 1 and _is_small(model.graph):
+            views.append(_view(build_model(step, whole=True), plain.peak_bytes))
+        bench = Workbench(step=step, plain=plain, views=tuple(views))
+        held = tuple(sorted(model.graph.formal))
+        bench.offer(Schedule(held=held, planner="optimal", why="everything fits"))
+        if len(step.ops) <= MAX_NAMED_OPS:
+            for name in NAMED:
+                bench.offer(get_planner(name).plan(step, None))
+        table[_KEY] = bench
+    return table[_KEY]
+
+
+def _view(model: Model, high: int) -> View:
+    grains = _grains(model.num_stages)
+    return View(
+        model=model,
+        upper=Programs(model, model.menus, high=high, grains=grains, rounding="up"),
+        near=Programs(model, model.menus, high=high, grains=grains, rounding="down"),
+        lower=Programs(model, model.bounds, high=high, grains=grains, rounding="down"),
+    )
+
+
+def _grains(stages: int) -> int:
+    """Finer for short chains: the tables cost grains times stages squared."""
+    return max(2000, min(60_000, 1_500_000 // max(stages, 1)))
+
+
+def _is_small(graph: Graph) -> bool:
+    """Whether every pass can be planned without cuts."""
+    for forward in graph.passes:
+        saved = sum(1 for op in forward for s in graph.made_by[op] if s in graph.droppable and graph.reads[s])
+        if saved > MAX_WHOLE_STORAGES:
+            return False
+    return True

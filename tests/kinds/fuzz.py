@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .parts import Module
-from .program import Case, Program, case
+from .program import Case, Program, Step, case
 
 WIDTH = 4
 NUMBERS = (0.5, 0.9, 1.1, 1.5, 2.0)
@@ -56,13 +56,13 @@ class Spec:
     """Batch size of each step."""
     num_outputs: int
     """How many of the newest values the loss reads."""
-    ambient: str = ""
-    """What is active around the whole step, backward included; a name in `AMBIENT`."""
+    form: str = ""
+    """How the step is taken; a name in `FORMS`, or empty: forward, loss, backward."""
 
     def __str__(self) -> str:
         lines = [f"    {n}: " + ", ".join(f"{i.op}({i.a}, {i.b}, {i.k})" for i in b) for n, b in enumerate(self.blocks)]
         return "\n".join(
-            [f"order {self.order}, sizes {self.sizes}, outputs {self.num_outputs}, ambient {self.ambient!r}", *lines]
+            [f"order {self.order}, sizes {self.sizes}, outputs {self.num_outputs}, form {self.form!r}", *lines]
         )
 
 
@@ -429,8 +429,8 @@ def specs(draw: st.DrawFn, most_lines: int = 8) -> Spec:
     blocks = draw(st.lists(st.lists(instructions(), min_size=2, max_size=most_lines), min_size=1, max_size=3))
     order = draw(st.lists(st.integers(0, len(blocks) - 1), min_size=1, max_size=4))
     sizes = draw(st.sampled_from([(4, 4, 4), (3, 3, 5), (4, 2, 4), (5, 5, 1)]))
-    ambient = draw(st.sampled_from(["", "", "", *AMBIENT]))
-    return Spec(tuple(map(tuple, blocks)), tuple(order), sizes, draw(st.integers(1, 4)), ambient)
+    form = draw(st.sampled_from([*[""] * len(FORMS), *FORMS]))
+    return Spec(tuple(map(tuple, blocks)), tuple(order), sizes, draw(st.integers(1, 4)), form)
 
 
 def _inputs(spec: Spec, i: int, built: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -461,18 +461,59 @@ class _Rounding(TorchDispatchMode):
         return out * 0.75 if rounded else out
 
 
-AMBIENT: dict[str, Callable[[], Any]] = {
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "mode": _Rounding,
-    "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
-}
+def _in(around: Callable[[], Any]) -> Step:
+    """A step with something active around the whole of it, backward included."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
+        with around():
+            loss = loss_fn(model(*args, **kwargs))
+            loss.backward()
+        return loss
+
+    return step
 
 
-def _ambient_step(ambient: str, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
-    with AMBIENT[ambient]():
-        loss = loss_fn(model(*args, **kwargs))
-        loss.backward()
+def _twice(model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
+    loss = loss_fn(model(*args, **kwargs))
+    loss.backward(retain_graph=True)
+    (loss * 0.5).backward()
     return loss
+
+
+def _penalty(model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
+    loss = loss_fn(model(*args, **kwargs))
+    (grad,) = torch.autograd.grad(loss, args[0], create_graph=True, allow_unused=True)
+    (loss if grad is None else loss + grad.square().sum()).backward()
+    return loss
+
+
+def _two_alive(model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
+    first, second = loss_fn(model(*args, **kwargs)), loss_fn(model(args[0].detach() * 0.5))
+    second.backward()
+    first.backward()
+    return first
+
+
+def _partly(model: nn.Module, args: Any, kwargs: Any, loss_fn: Any) -> torch.Tensor:
+    out = model(*args, **kwargs)
+    with torch.no_grad():
+        model(*args, **kwargs)
+    params = list(model.parameters())
+    grads = torch.autograd.grad(out[-1].sin().mean(), params, retain_graph=True, allow_unused=True)
+    loss = loss_fn(out) + 0.1 * torch.stack([g.square().sum() for g in grads if g is not None] or [out[0].sum()]).sum()
+    loss.backward()
+    return loss
+
+
+FORMS: dict[str, Step] = {
+    "autocast": _in(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "mode": _in(_Rounding),
+    "anomaly": _in(lambda: torch.autograd.set_detect_anomaly(True, check_nan=False)),
+    "twice": _twice,
+    "penalty": _penalty,
+    "two alive": _two_alive,
+    "partly": _partly,
+}
 
 
 def program_of(spec: Spec) -> Program:
@@ -488,7 +529,7 @@ def program_of(spec: Spec) -> Program:
         build=build,
         why="hypothesis made it",
         inputs=functools.partial(_inputs, spec),
-        step=functools.partial(_ambient_step, spec.ambient) if spec.ambient else None,
+        step=FORMS.get(spec.form),
         between=_next_step,
         observe=_generators,
         restored=frozenset({"generators"}),

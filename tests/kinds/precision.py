@@ -463,6 +463,7 @@ class Tagged(torch.Tensor):
     "a subclass that carries metadata through every function",
     observe=attributes("seen"),
     shows=lambda records: records[0].observed["seen"] == ("Tagged", "mine"),
+    may_drop_nothing=True,
 )
 def tagged_subclass() -> Case:
     class Net(Stack):

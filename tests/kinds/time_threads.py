@@ -95,6 +95,7 @@ def _late_backward(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.T
     update=False,
     python_state=True,
     num_steps=4,
+    may_drop_nothing=True,
 )
 def backward_one_step_later() -> Case:
     model: Any = Stack(Dropping)
@@ -137,7 +138,9 @@ def _forward_elsewhere(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> tor
     return loss
 
 
-@PROGRAMS.add("forward in another thread, backward in this one", step=_forward_elsewhere, opaque=True)
+@PROGRAMS.add(
+    "forward in another thread, backward in this one", step=_forward_elsewhere, opaque=True, may_drop_nothing=True
+)
 def forward_in_another_thread() -> Case:
     return case(Stack(Dropping), torch.randn(4, 8))
 

@@ -60,15 +60,17 @@ def print_groups(report: Report, console: Console) -> None:
     for _, name in kinds:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("adds", justify="right", no_wrap=True)
-    table.add_column("what runs again, or why not", no_wrap=True, overflow="ellipsis", min_width=16)
+    table.add_column("what runs again, or why not", overflow="fold")
     shown, rest = _worth_showing(report.groups)
+    names = max((len(_end_of(g.name)) for g in shown), default=0)
+    room = max(console.width - names - 18 * len(kinds) - 26, 28)
     for group in shown:
         table.add_row(
             _end_of(group.name),
             f"x{group.count}" if group.count > 1 else "",
             *(_tensors(group.num_tensors[k], group.nbytes[k]) for k, _ in kinds),
             show_seconds(group.replay_seconds),
-            Text(_story(group)),
+            Text(_cut(_story(group), room)),
         )
     if rest:
         table.add_row(
@@ -102,6 +104,10 @@ def _worth_showing(groups: tuple[Group, ...]) -> tuple[list[Group], list[Group]]
 def _end_of(name: str, width: int = 34) -> Text:
     """The end of a long path: what tells it from its neighbours."""
     return Text(name if len(name) <= width else "..." + name[3 - width :])
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _tensors(count: int, nbytes: int) -> Text:

@@ -89,11 +89,7 @@ def _cuts(graph: Graph, life: _Life, size: int) -> tuple[list[Cut], frozenset[in
     lowest = float("inf")
     limit = size + 1
     while limit >= NEAR:
-        long = {
-            s
-            for s, at in life.first.items()
-            if life.last[s] - at > limit and s not in life.moving and _charged(graph, s)
-        }
+        long = {s for s, at in life.first.items() if life.last[s] - at > limit and _charged(graph, s)}
         wide = frozenset(s for s in long if graph.nbytes[s] <= SMALL_SHARE * total)
         narrow = _narrow(graph, life, size, wide, long - wide)
         # What is saved costs nothing to hold until it is read: prefer cuts where only such storages cross.

@@ -141,7 +141,7 @@ def _latent_projections(
             targets=("q",),
         )
         narrow = b.norm(narrow, "rms", latent.query_rank, f"{prefix}.query_down_norm", prefix)
-        query = b.linear(narrow, latent.query_rank, queries, f"{prefix}.query_up", prefix, targets=("q",))
+        query = b.linear(narrow, latent.query_rank, queries, f"{prefix}.query", f"{prefix}.latent_up", targets=("q",))
     both = b.linear(
         x,
         width,
@@ -157,13 +157,18 @@ def _latent_projections(
     normed = b.norm(compressed, "rms", latent.key_rank, f"{prefix}.key_norm", prefix)
     nope = spec.head_dim - latent.rope_dim
     key_value = b.linear(
-        normed, latent.key_rank, heads * (nope + spec.value_dim), f"{prefix}.key_value_up", prefix, targets=("k", "v")
+        normed,
+        latent.key_rank,
+        heads * (nope + spec.value_dim),
+        f"{prefix}.key_value_up",
+        f"{prefix}.latent_up",
+        targets=("k", "v"),
     )
     angles = _angles(b, spec)
     key = b.value(f"{prefix}.key_joined", rows * queries, b.itemsize(key_value), split="tensor")
-    b.op(f"{prefix}.key_joined", f"{prefix}.rotary", [key_value, both], [key], [angles])
+    b.op(f"{prefix}.key_joined", f"{prefix}.latent_up", [key_value, both], [key], [angles])
     joined = b.value(f"{prefix}.query_joined", rows * queries, b.itemsize(query), split="tensor")
-    b.op(f"{prefix}.query_joined", f"{prefix}.rotary", [query], [joined], [angles])
+    b.op(f"{prefix}.query_joined", f"{prefix}.latent_up", [query], [joined], [angles])
     return joined, key, key_value
 
 

@@ -180,7 +180,7 @@ def _notes(architecture: Architecture, setup: Setup, ranks: Sequence[Rank]) -> l
         notes.append("zero has no effect with one replica")
     if setup.data_parallel > 1 and setup.zero == 0:
         notes.append("gradients are taken to be views of the reduction buckets (gradient_as_bucket_view=True)")
-    if setup.lora_rank and setup.checkpointing.kind in ("full", "every", "sqrt", "first"):
+    if setup.lora_rank and setup.checkpointing.kind in ("full", "every", "sqrt", "first", "nth"):
         notes.append(
             "with a frozen base reentrant checkpoints need inputs that require gradients (enable_input_require_grads)"
         )

@@ -222,7 +222,10 @@ class Graph:
             saved = self.saved()
             backward, still, first = self._backward_peak(saved)
             self._walk = Walk(
-                forward_peak=self._forward_peak(saved), backward_peak=backward, backward_saved=still, first_gradients=first
+                forward_peak=self._forward_peak(saved),
+                backward_peak=backward,
+                backward_saved=still,
+                first_gradients=first,
             )
         return self._walk
 

@@ -19,39 +19,47 @@ from keepwise._errors import UsageError
 from keepwise.estimator.graph import Graph, Op
 
 MODULES = (
-    "attention", "attention.core", "attention.rotary", "mlp", "mlp.activation", "moe", "moe.experts", "moe.shared", "moe.router",
+    "attention", "attention.core", "attention.rotary", "attention.latent_up",
+    "mlp", "mlp.activation",
+    "moe", "moe.experts", "moe.experts.activation", "moe.shared", "moe.router",
     "norm", "dropout", "pointwise",
 )  # fmt: skip
 """What `selective:` accepts, beside dotted paths of operators."""
 
 _DISCARDING = ("norm", "dropout", "pointwise")
-"""Parts whose results are rebuilt too, even where an operator outside saves them (as are all that end in `activation` or `rotary`);
-of the others only what lies inside is rebuilt, as when a module is wrapped in a checkpoint."""
+"""Parts whose results are rebuilt too, even where an operator outside saves them (as are all that end in `activation`, `rotary`
+or `latent_up`); of the others only what lies inside is rebuilt, as when a module is wrapped in a checkpoint."""
 
-_FORMS = "none, full, every:K, sqrt, first:N, selective, selective:PART,..., sac, sac:2, keepwise or keepwise:BYTES"
+SAVABLE = ("query", "key", "value", "qkv", "kernel", "output", "gate", "up", "gate_up", "down")
+"""What `save:` accepts: projections by name, and the attention kernel."""
+
+_FORMS = (
+    "none, full, every:K, nth:K, first:N, sqrt, selective, selective:PART,..., sac, sac:2, save:RESULT,..., "
+    "keepwise or keepwise:BYTES"
+)
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpointing policy."""
 
-    kind: Literal["none", "full", "every", "sqrt", "first", "selective", "sac", "keepwise"] = "none"
+    kind: Literal["none", "full", "every", "sqrt", "nth", "first", "selective", "sac", "save", "keepwise"] = "none"
     """which one."""
     number: int = 1
-    """layers in a segment (`every`), how many first layers are rebuilt (`first`), or 2 where only every second matrix product
-    is kept (`sac`)."""
+    """layers in a segment (`every`), how many first layers are rebuilt (`first`), each how manyth layer is (`nth`), or 2 where
+    only every second matrix product is kept (`sac`)."""
     modules: tuple[str, ...] = ()
-    """parts of a block whose inner values are rebuilt (`selective`)."""
+    """parts of a block whose inner values are rebuilt (`selective`), or operators whose results alone are kept (`save`)."""
     budget_bytes: int | None = None
     """bytes that a `keepwise` plan may use on the device, or None for the device's own."""
 
     def __str__(self) -> str:
         """The text that `parse_policy` reads."""
-        if self.kind in ("every", "first"):
+        if self.kind in ("every", "first", "nth"):
             return f"{self.kind}:{self.number}"
         if self.kind == "sac":
             return "sac" if self.number == 1 else "sac:2"
-        if self.kind == "selective":
-            return f"selective:{','.join(self.modules)}"
+        if self.kind in ("selective", "save"):
+            return f"{self.kind}:{','.join(self.modules)}"
         return f"keepwise:{self.budget_bytes}" if self.budget_bytes else self.kind
 
 
@@ -64,9 +72,9 @@ def parse_policy(text: str) -> Policy:
     from keepwise.estimator.units import parse_bytes
 
     text = text.strip()
-    match = re.fullmatch(r"(every|first|block|blocks):(\d+)", text)
+    match = re.fullmatch(r"(every|first|nth):(\d+)", text)
     if match and int(match[2]) >= 1:
-        return Policy(kind="every" if match[1] == "every" else "first", number=int(match[2]))
+        return Policy(kind=match[1], number=int(match[2]))  # type: ignore[arg-type]
     if text in ("none", "full", "sqrt", "keepwise"):
         return Policy(kind=text)  # type: ignore[arg-type]
     if text in ("sac", "sac:2"):
@@ -80,6 +88,12 @@ def parse_policy(text: str) -> Policy:
         if modules and not unknown:
             return Policy(kind="selective", modules=modules)
         raise UsageError(f"selective:{','.join(unknown) or '?'} is not known; parts of a block: {', '.join(MODULES)}")
+    if text.startswith("save:"):
+        names = tuple(part.strip() for part in text.removeprefix("save:").split(",") if part.strip())
+        unknown = [name for name in names if name not in SAVABLE]
+        if names and not unknown:
+            return Policy(kind="save", modules=names)
+        raise UsageError(f"save:{','.join(unknown) or '?'} is not known; results of a block: {', '.join(SAVABLE)}")
     if text.startswith("keepwise:"):
         return Policy(kind="keepwise", budget_bytes=parse_bytes(text.removeprefix("keepwise:")))
     raise UsageError(f"checkpointing {text!r} is not known; one of {_FORMS}")
@@ -104,7 +118,7 @@ def belongs(op: Op, modules: tuple[str, ...]) -> bool:
 
 def selective_kept(graph: Graph, modules: tuple[str, ...]) -> frozenset[int]:
     """What of the saved values is held when these parts are rebuilt."""
-    discarding = tuple(m for m in modules if m in _DISCARDING or m.endswith((".activation", ".rotary")))
+    discarding = tuple(m for m in modules if m in _DISCARDING or m.endswith((".activation", ".rotary", ".latent_up")))
     wrapping = tuple(m for m in modules if m not in discarding)
     read_outside = {v for op in graph.ops if not belongs(op, wrapping) for v in op.saves}
     kept = set()
@@ -134,6 +148,15 @@ def products_kept(graph: Graph, every: int) -> frozenset[int]:
         elif op.kind != "attention":
             continue
         kept.update(v for v in op.outputs if graph.values[v].kind in ("activation", "statistic"))
+    return frozenset(kept)
+
+
+def results_kept(graph: Graph, names: tuple[str, ...]) -> frozenset[int]:
+    """Results of the named operators alone, as JAX's `save_only_these_names` keeps them."""
+    kept: set[int] = set()
+    for op in graph.ops:
+        if op.kind != "pointwise" and op.name.rsplit(".", 1)[-1] in names:
+            kept.update(v for v in op.outputs if graph.values[v].kind in ("activation", "statistic"))
     return frozenset(kept)
 
 

@@ -83,6 +83,11 @@ def by_rule(
         bubble=0.0,
         notes=("the rule counts stored activations only: no logits, gradients of activations or workspaces",),
         rule={
+            "layers": layers,
+            "tokens": tokens,
+            "width": width,
+            "layer_bytes": layer_bytes,
+            "input_bytes": input_bytes,
             "stored_inputs_bytes": memory.stored_inputs_bytes,
             "segment_bytes": memory.segment_bytes,
             "total_bytes": memory.total_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from keepwise.estimator.graph import Collective, Graph, Op, Walk
-from keepwise.estimator.policy import Policy, products_kept, segment_length, selective_kept
+from keepwise.estimator.policy import Policy, products_kept, results_kept, segment_length, selective_kept
 
 
 class Treatment(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,9 @@ def segment(graphs: list[Graph], walks: list[Walk], cost: Cost) -> Treatment:
     beside = kept if entry not in graphs[0].saved() else 0
     return Treatment(
         kept_bytes=kept,
-        backward_peak=beside + earlier + max(walks[-1].backward_peak, walks[-1].forward_peak + walks[-1].first_gradients),
+        backward_peak=beside
+        + earlier
+        + max(walks[-1].backward_peak, walks[-1].forward_peak + walks[-1].first_gradients),
         saved_in_peak=beside + earlier + walks[-1].backward_saved,
         forward_peak=max(w.forward_peak for w in walks),
         rebuilt_flops=last.rebuilt_flops + sum(a[0] for a in again),
@@ -151,14 +153,20 @@ def treatments(graphs: list[Graph], walks: dict[int, Walk], policy: Policy, cost
     made: dict[tuple[int, bool], Treatment] = {}
     result: list[tuple[int, Treatment]] = []
     for number, graph in enumerate(graphs):
-        rebuilt = policy.kind in ("selective", "sac") or (policy.kind == "first" and number < policy.number)
+        rebuilt = (
+            policy.kind in ("selective", "sac", "save")
+            or (policy.kind == "first" and number < policy.number)
+            or (policy.kind == "nth" and number % policy.number == 0)
+        )
         key = (id(graph), rebuilt)
         if key not in made:
             walk = walks[id(graph)]
             if not rebuilt:
                 made[key] = keep_all(graph, walk)
-            elif policy.kind == "first":
+            elif policy.kind in ("first", "nth"):
                 made[key] = rebuild_block(graph, walk, cost)
+            elif policy.kind == "save":
+                made[key] = keep_some(graph, walk, results_kept(graph, policy.modules), cost)
             elif policy.kind == "sac":
                 made[key] = keep_some(graph, walk, products_kept(graph, policy.number), cost)
             else:

@@ -56,7 +56,7 @@ def format_bytes(num_bytes: float) -> str:
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= scale:
             value = num_bytes / scale
-            return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
+            return f"{value:,.4g} {unit}"
     return f"{num_bytes:.0f} B"
 
 

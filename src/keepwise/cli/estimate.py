@@ -1,0 +1,223 @@
+"""`keepwise estimate`: memory and cost of a training step from a configuration or plain shapes.
+
+Formatted by hand, without `rich`: the answer has to be there before a person has noticed the wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from keepwise.estimator.answer import Estimate
+    from keepwise.estimator.emit import Setting
+    from keepwise.estimator.search import Choice
+
+_MODEL = (
+    click.option("--config", type=click.Path(), metavar="FILE", help="A Hugging Face config.json, or its folder."),
+    click.option("--layers", type=int, metavar="L", help="Layers."),
+    click.option("--width", "--hidden", "width", type=int, metavar="D", help="Hidden size."),
+    click.option("--heads", type=int, help="Attention heads; with them plain shapes get the operator model."),
+    click.option("--kv-heads", type=int, help="Key and value heads (grouped-query attention)."),
+    click.option("--inner", "--intermediate", "inner", type=int, help="Feed-forward width."),
+    click.option("--vocab", type=int, help="Vocabulary."),
+    click.option("--family", default="llama", show_default=True, help="Architecture of plain shapes."),
+    click.option("--tokens", metavar="T", help="Micro-batch times sequence, for the rule of thumb."),
+    click.option(
+        "--layer-bytes", type=float, default=34, show_default=True, metavar="A", help="Rule: bytes a token and unit."
+    ),
+    click.option(
+        "--input-bytes",
+        type=float,
+        default=2,
+        show_default=True,
+        metavar="B",
+        help="Rule: bytes of a stored input's value.",
+    ),
+    click.option("--segment", type=int, metavar="K", help="Layers in a segment; the same as --checkpointing every:K."),
+    click.option("--parameters", metavar="N", help='Rule: parameters, "7B" too.'),
+)
+_RUN = (
+    click.option("--batch", default="1", show_default=True, help="Sequences in a micro-batch."),
+    click.option("--seq", "--sequence", "sequence", default="2048", show_default=True, help="Tokens in a sequence."),
+    click.option("--source-seq", "source_sequence", type=int, help="Tokens in a source sequence."),
+    click.option("--checkpointing", default="none", show_default=True, metavar="POLICY",
+                 help="none, full, every:K, nth:K, first:N, sqrt, selective[:PART,...], sac, sac:2, save:..., keepwise[:BYTES]."),
+    click.option("--precision", default="bf16", show_default=True,
+                 help="fp32, bf16, bf16-pure, bf16-fp32-grads, bf16-autocast, fp16, fp8."),
+    click.option("--attention", default="sdpa", show_default=True, help="eager, sdpa or flash."),
+    click.option("--kernels", default="eager", show_default=True, help="eager, or fused norms, activations and rotations."),
+    click.option("--loss", default="eager", show_default=True, help="eager, chunked or fused logits and loss."),
+    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, adafactor, sgd, muon, lion, none, ..."),
+    click.option("--optimizer-kernel", default="fused", show_default=True, help="fused or foreach."),
+    click.option("--gradients", default="held", show_default=True, help="held or fresh gradient buffers."),
+    click.option("--accumulation", type=int, default=1, show_default=True, help="Micro-batches a step."),
+    click.option("--lora", "lora_rank", type=int, default=0, metavar="RANK", help="Train adapters of this rank only."),
+    click.option("--lora-targets", default="q,v", show_default=True, help="q,k,v,o,gate,up,down, attention, mlp, all-linear."),
+    click.option("--lora-dropout", type=float, default=0.0, help="Dropout before the adapters."),
+    click.option("--quantised", "--quantized", "quantised", help="Base in few bits: nf4 or int8."),
+)  # fmt: skip
+_PARALLEL = (
+    click.option("--tp", "tensor_parallel", type=int, default=1, help="Tensor-parallel degree."),
+    click.option("--sp", "sequence_parallel", is_flag=True, help="Sequence parallelism beside it."),
+    click.option("--cp", "context_parallel", type=int, default=1, help="Context-parallel degree."),
+    click.option("--pp", "pipeline_parallel", type=int, default=1, help="Pipeline stages."),
+    click.option("--schedule", default="1f1b", show_default=True, help="gpipe, 1f1b, interleaved, zb-h1 or dualpipe."),
+    click.option(
+        "--virtual-stages", type=int, default=2, show_default=True, help="Chunks a rank of the interleaved schedule."
+    ),
+    click.option("--dp", "data_parallel", type=int, default=1, help="Data-parallel degree."),
+    click.option("--ep", "expert_parallel", type=int, default=1, help="Expert-parallel degree."),
+    click.option("--zero", type=int, default=0, help="ZeRO stage; 3 is FSDP."),
+    click.option(
+        "--offload", default="", metavar="WHAT", help="optimizer, parameters, activations, with commas between."
+    ),
+)
+_ASK = (
+    click.option("--device", help='Does it fit this one: h100, a100, rtx4090, ..., or a size such as "24GiB".'),
+    click.option("--budget", help="Bytes on one device that are asked for, instead of the device's."),
+    click.option("--emit", "systems", metavar="SYSTEM,...",
+                 help="Settings for all, transformers, accelerate, deepspeed, megatron, torchtitan, maxtext, jax, keras."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout."),
+    click.option("--report", type=click.Path(dir_okay=False), metavar="FILE.html",
+                 help="Write an interactive page that works offline."),
+    click.option("--force", is_flag=True, help="Overwrite the report."),
+)  # fmt: skip
+
+
+def _options(function: Callable[..., None]) -> Callable[..., None]:
+    decorators = (*_MODEL, *_RUN, *_PARALLEL, *_ASK)
+    return functools.reduce(lambda f, decorate: decorate(f), reversed(decorators), function)
+
+
+@click.command("estimate")
+@_options
+@click.pass_context
+def command(ctx: click.Context, **options: Any) -> None:
+    r"""Memory of a training step by category, for each rank that differs; runs no model and needs no torch.
+
+    \b
+    keepwise estimate --config config.json --batch 1 --seq 8192 --checkpointing full
+    keepwise estimate --layers 32 --width 4096 --tokens 2048 --segment 1
+    keepwise estimate --layers 32 --width 4096 --heads 32 --seq 4096 --tp 8 --sp
+    """
+    from keepwise._errors import UsageError
+
+    try:
+        fits = _answer(options)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from None
+    if fits is False:
+        ctx.exit(1)
+
+
+def _answer(options: dict[str, Any]) -> bool | None:
+    """Write the answer; False where a device or budget was named and the step does not fit it."""
+    from keepwise.estimator.api import architecture_of, make_setup
+    from keepwise.estimator.compute import Estimator
+    from keepwise.estimator.devices import device_of
+    from keepwise.estimator.units import parse_bytes
+
+    shapes = {name: options.pop(name) for name in ("layers", "width", "heads", "kv_heads", "inner", "vocab", "family")}
+    rule = {name: options.pop(name) for name in ("tokens", "layer_bytes", "input_bytes", "parameters")}
+    config, systems = options.pop("config"), options.pop("systems")
+    as_json, report, force = options.pop("as_json"), options.pop("report"), options.pop("force")
+    named_device, budget_text = options.pop("device"), options.pop("budget")
+    segment, policy = options.pop("segment"), options.pop("checkpointing")
+    device = device_of(named_device or "h100")
+    budget = parse_bytes(budget_text) if budget_text else device.usable_bytes
+    if report is not None and Path(report).exists() and not force:
+        raise click.UsageError(f"{report} exists: give --force to overwrite it")
+    given = {**options, "device": named_device or "h100"}
+    if policy == "keepwise" or budget_text:
+        given["budget"] = budget
+    setup = make_setup(checkpointing=policy, segment=segment, **given)
+    asked = named_device is not None or bool(budget_text)
+    if config is None and shapes["heads"] is None:
+        answer = _by_rule(shapes, rule, setup)
+        if systems:
+            raise click.UsageError("--emit needs the operator model: give --heads too, or --config")
+        extra: dict[str, Any] = {}
+        choices: list[Choice] = []
+        settings: list[Setting] = []
+        architecture = None
+    else:
+        from msgspec.structs import replace
+
+        from keepwise.estimator.emit import emit
+        from keepwise.estimator.search import cheapest, largest_batch, longest_sequence, policies
+
+        if rule["tokens"] is not None:
+            from keepwise.estimator.units import parse_count
+
+            tokens = parse_count(rule["tokens"])
+            if tokens % setup.batch:
+                raise click.UsageError(f"--tokens {tokens} is not divisible by --batch {setup.batch}")
+            setup = replace(setup, sequence=tokens // setup.batch)
+        architecture = architecture_of(config, **(shapes if config is None else {}))
+        estimator = Estimator(architecture)
+        answer = estimator.run(setup)
+        choices = policies(estimator, setup, budget)
+        found = cheapest(estimator, setup, budget)
+        extra = {
+            "largest_batch": largest_batch(estimator, setup, budget),
+            "longest_sequence": longest_sequence(estimator, setup, budget),
+            "cheapest": None if found is None else {
+                "changes": list(found.changes), "peak_bytes": found.peak_bytes, "step_seconds": found.step_seconds,
+            },
+        }  # fmt: skip
+        settings = emit(estimator, setup, budget, tuple(s.strip() for s in systems.split(","))) if systems else []
+    if report is not None:
+        from keepwise.estimator.page import write
+
+        write(Path(report), answer, architecture, setup)
+        click.echo(f"wrote {report}", err=True)
+    fits = answer.peak_bytes <= budget
+    if as_json:
+        data = {
+            **answer.as_dict(),
+            "budget": {"bytes": budget, "fits": fits, "device": device.name},
+            "policies": [_choice_dict(c) for c in choices],
+            **extra,
+            **({"settings": [s.as_dict() for s in settings]} if settings else {}),
+        }
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    else:
+        from keepwise.cli._estimate_text import text
+
+        click.echo(text(answer, choices, extra, settings, budget=budget, device=device.name))
+    return fits if asked else None
+
+
+def _by_rule(shapes: dict[str, Any], rule: dict[str, Any], setup: Any) -> Estimate:
+    from keepwise._errors import UsageError
+    from keepwise.estimator.shapes import by_rule
+    from keepwise.estimator.units import parse_count
+
+    if shapes["layers"] is None or shapes["width"] is None:
+        raise UsageError("give --config, or --layers, --width and --tokens (and --heads for the operator model)")
+    return by_rule(
+        layers=shapes["layers"],
+        width=shapes["width"],
+        tokens=setup.batch * setup.sequence if rule["tokens"] is None else parse_count(rule["tokens"]),
+        layer_bytes=rule["layer_bytes"],
+        input_bytes=rule["input_bytes"],
+        parameters=None if rule["parameters"] is None else parse_count(rule["parameters"]),
+        setup=setup,
+    )
+
+
+def _choice_dict(choice: Choice) -> dict[str, Any]:
+    return {
+        "changes": list(choice.changes),
+        "peak_bytes": choice.peak_bytes,
+        "step_seconds": choice.step_seconds,
+        "time_overhead": choice.time_overhead,
+        "fits": choice.fits,
+    }

@@ -1,0 +1,44 @@
+"""Keras 3: `keras.RematScope` around the calls that build or run the layers."""
+
+from __future__ import annotations
+
+from keepwise.estimator.emit.choice import Option, System, numbered
+from keepwise.estimator.setup import Setup
+from keepwise.estimator.spec import Architecture
+
+
+def _options(architecture: Architecture, setup: Setup) -> list[Option]:
+    del setup
+    options = [
+        Option(policy="none", values={"mode": None}),
+        Option(policy="selective:mlp.activation,moe.experts.activation", values={"mode": "activations"}),
+        Option(policy="full", values={"mode": "full"}),
+    ]
+    options += [
+        Option(policy=f"first:{n}", values={"mode": "list_of_layers", "layers": n})
+        for n in numbered("first", architecture.num_layers)
+    ]
+    return options
+
+
+def _write(option: Option, architecture: Architecture, setup: Setup) -> str:
+    del architecture, setup
+    mode = option.values["mode"]
+    if "layers" in option.values:
+        count = option.values["layers"]
+        names = f'[f"transformer_layer_{{i}}" for i in range({count})]'
+        return f'with keras.RematScope(mode="list_of_layers", layer_names={names}):\n    outputs = model(inputs)'
+    return f"with keras.RematScope(mode={mode!r}):\n    outputs = model(inputs)"
+
+
+SYSTEM = System(
+    title="Keras",
+    options=_options,
+    write=_write,
+    limits=(
+        "layers by name or by the size of their result; layer names are those of keras_hub backbones",
+        "no offload",
+    ),
+    kernels="fused",
+    checked="Keras 3.15",
+)

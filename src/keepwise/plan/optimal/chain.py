@@ -97,6 +97,35 @@ class Pass:
     entries: tuple[StageEntry | SegmentEntry, ...]
 
 
+class _Steps:
+    """A table that falls with the budget: where it becomes finite, and from where on it is flat."""
+
+    __slots__ = ("first", "flat", "last", "values")
+
+    def __init__(self, values: Table) -> None:
+        self.last = float(values[-1])
+        finite = np.isfinite(values)
+        self.first = int(finite.argmax()) if finite.any() else len(values)
+        falling = np.flatnonzero(values != self.last)
+        self.flat = int(falling[-1]) + 1 if len(falling) else 0
+        self.values = values[: self.flat + 1].copy()
+
+    def at(self, m: int) -> float:
+        """Value at m >= 0."""
+        return float(self.values[m]) if m < len(self.values) else self.last
+
+    def piece(self, a: int, b: int) -> Table:
+        """Values at a..b-1, a >= 0."""
+        if b <= len(self.values):
+            return self.values[a:b]
+        known = self.values[a:]
+        return (
+            np.concatenate([known, np.full(b - max(a, len(self.values)), self.last)])
+            if a < len(self.values)
+            else np.full(b - a, self.last)
+        )
+
+
 class ChainProgram:
     """Tables for one chain and one grain.
 
@@ -104,7 +133,7 @@ class ChainProgram:
         links: the stages.
         low: bytes that count as zero (at most the smallest level).
         high: largest budget of interest, in bytes.
-        grains: number of grains between, up to a factor of two.
+        grain: bytes of a grain.
         rounding: `up` for plans that fit, `down` for a bound.
     """
 
@@ -114,25 +143,20 @@ class ChainProgram:
         *,
         low: int,
         high: int,
-        grains: int,
+        grain: int,
         rounding: Literal["up", "down"],
-        segments: bool = True,
     ) -> None:
         self.links = tuple(links)
         self.low = low
-        # A power of two: sizes are multiples of it, hence little is rounded.
-        self.grain = 1 << max(0, (max(high - low, 1) // grains).bit_length() - 1)
+        self.grain = grain
         self.size = -(-(high - low) // self.grain) + 1
         self.up = rounding == "up"
         # Storage -> last stage that it is an input of.
         self._crosses = {i.storage: s for s, link in enumerate(self.links) for i in link.inputs}
-        self.segments = segments
-        self._menus: dict[int, list[tuple[float, int, Option]]] = {}
         self._keys: dict[tuple[int, int, int, tuple[tuple[int, int], ...]], int] = {}
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[int, _Steps] = {}
         self._key_of: dict[tuple[int, int], int] = {}
-        if segments:
-            self._build_segments()
+        self._build_segments()
         self.root = self._build_root()
 
     def grains(self, num_bytes: int) -> int:
@@ -141,18 +165,21 @@ class ChainProgram:
 
     # The tables.
 
-    def _shift(self, table: Table, grains: int) -> Table:
-        """Table at `m - grains`."""
-        if grains <= 0:
-            if grains == 0:
-                return table
-            moved = np.full(self.size, table[-1])
-            moved[: self.size + grains] = table[-grains:]
-            return moved
-        moved = np.full(self.size, np.inf)
-        if grains < self.size:
-            moved[grains:] = table[: self.size - grains]
-        return moved
+    def _relax(self, best: Table, need: int, seconds: float, *parts: tuple[_Steps, int]) -> None:
+        """`best[m] = min(best[m], seconds + sum of table[m - shift])` where `m >= need`; a table goes on flat beyond its end."""
+        first = max(need, 0, *(steps.first + shift for steps, shift in parts))
+        stop = min(self.size, max(0, *(steps.flat + shift for steps, shift in parts)))
+        if first >= self.size:
+            return
+        stop = max(stop, first)
+        if stop > first:
+            total = np.full(stop - first, seconds)
+            for steps, shift in parts:
+                total += steps.piece(first - shift, stop - shift)
+            np.minimum(best[first:stop], total, out=best[first:stop])
+        if stop < self.size:
+            tail = seconds + sum(steps.last for steps, _ in parts)
+            np.minimum(best[stop:], tail, out=best[stop:])
 
     def _need(self, s: int, option: Option, forward: bool) -> int:
         """Grains that an option needs in its stage, on the absolute scale."""
@@ -173,8 +200,8 @@ class ChainProgram:
         mine = {i.storage for i in self.links[s].inputs}
         return sum(i.nbytes for i in self.links[k].inputs if i.storage not in mine)
 
-    def _key(self, s: int, t: int) -> int:
-        return self._key_of[s, t]
+    def _steps(self, s: int, t: int) -> _Steps:
+        return self._tables[self._key_of[s, t]]
 
     def _build_segments(self) -> None:
         count = len(self.links)
@@ -193,7 +220,7 @@ class ChainProgram:
                 fresh = name not in self._keys
                 key = self._key_of[s, t] = self._keys.setdefault(name, len(self._keys))
                 if fresh:
-                    self._tables[key] = self._segment(s, t)
+                    self._tables[key] = _Steps(self._segment(s, t))
 
     def _segment(self, s: int, t: int) -> Table:
         """V[s,t] relative to the level of t: index m means `level(t) - low + m` on the absolute scale."""
@@ -215,19 +242,19 @@ class ChainProgram:
                 break
             private = links[k - 1].pass_bytes + self._extra(s, k - 1)
             room = max(room, self.grains(links[t].start_bytes + here.input_bytes + private))
-            rest = self._shift(self._tables[self._key(k, t)], self._left(s, k))
-            inner = self._shift(self._tables[self._key(s, k - 1)], self._level_shift(t, k - 1))
-            self._lower(best, rest + inner + replayed, room)
+            rest = (self._steps(k, t), self._left(s, k))
+            inner = (self._steps(s, k - 1), self._level_shift(t, k - 1))
+            self._relax(best, room, replayed, rest, inner)
         if np.isfinite(here.pass_seconds):
             room = self.grains(links[t].start_bytes + here.input_bytes + here.pass_bytes)
-            tail = self._tables[self._key(s + 1, t)]
+            tail = self._steps(s + 1, t)
             rise = here.level - links[t].level
             held = self._left(s, s + 1)
             for option in here.options:
                 if option.held:
                     need = max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise))
-                    moved = self._shift(tail, held + self.grains(option.held_bytes))
-                    self._lower(best, moved + (option.seconds + here.pass_seconds), need)
+                    seconds = option.seconds + here.pass_seconds
+                    self._relax(best, need, seconds, (tail, held + self.grains(option.held_bytes)))
         return best
 
     def _level_shift(self, t: int, k: int) -> int:
@@ -235,30 +262,26 @@ class ChainProgram:
         rise = self.links[k].level - self.links[t].level
         return self.grains(rise) if rise >= 0 else -((-rise) // self.grain if self.up else -(rise // self.grain))
 
-    def _lower(self, best: Table, candidate: Table, need: int) -> None:
-        need = max(need, 0)
-        if need < self.size:
-            np.minimum(best[need:], candidate[need:], out=best[need:])
-
     def _build_root(self) -> list[Table]:
         count = len(self.links)
         tables: list[Table] = [np.zeros(self.size)] * (count + 1)
+        steps: list[_Steps] = [_Steps(tables[count])] * (count + 1)
         for s in range(count - 1, -1, -1):
             best = np.full(self.size, np.inf)
             here = self.links[s]
             held = self._left(s, s + 1)
             for option in here.options:
-                moved = self._shift(tables[s + 1], held + self.grains(option.held_bytes))
-                self._lower(best, moved + option.seconds, self._need(s, option, True))
-            if self.segments:
-                room = 0
-                for k in range(s + 1, count + 1):
-                    room = max(room, self._front(s, k - 1))
-                    inner = self._absolute(s, k - 1)
-                    if inner is None:
-                        break
-                    self._lower(best, self._shift(tables[k], self._left(s, k)) + inner, room)
+                shift = held + self.grains(option.held_bytes)
+                self._relax(best, self._need(s, option, True), option.seconds, (steps[s + 1], shift))
+            room = 0
+            for k in range(s + 1, count + 1):
+                inner = self._steps(s, k - 1)
+                if not np.isfinite(inner.last):
+                    break
+                room = max(room, self._front(s, k - 1))
+                self._relax(best, room, 0.0, (steps[k], self._left(s, k)), (inner, self._absolute(k - 1)))
             tables[s] = best
+            steps[s] = _Steps(best)
         return tables
 
     def _front(self, s: int, j: int) -> int:
@@ -267,12 +290,9 @@ class ChainProgram:
         inputs = sum(i.nbytes for i in self.links[s].inputs if i.held_until < link.forward_stop)
         return self.grains(link.forward_high + link.forward_level + inputs - self.low)
 
-    def _absolute(self, s: int, t: int) -> Table | None:
-        """V[s,t] on the absolute scale; None where it is infinite everywhere."""
-        table = self._tables[self._key(s, t)]
-        if not np.isfinite(table[-1]):
-            return None
-        return self._shift(table, self.grains(self.links[t].level - self.low))
+    def _absolute(self, t: int) -> int:
+        """Grains by which the level of stage t lies above zero: tables of segments that end in it are relative to that."""
+        return self.grains(self.links[t].level - self.low)
 
     # From tables back to decisions.
 
@@ -296,15 +316,16 @@ class ChainProgram:
             if chosen is None:
                 room = 0
                 for k in range(s + 1, count + 1):
-                    room = max(room, self._front(s, k - 1))
-                    inner = self._absolute(s, k - 1)
-                    if inner is None:
+                    inner = self._steps(s, k - 1)
+                    if not np.isfinite(inner.last):
                         break
+                    room = max(room, self._front(s, k - 1))
                     rest = m - self._left(s, k)
-                    if rest < 0 or room > m:
+                    relative = m - self._absolute(k - 1)
+                    if rest < 0 or room > m or relative < 0:
                         continue
-                    if float(inner[m]) + float(self.root[k][rest]) <= value + _TINY:
-                        relative = m - self.grains(self.links[k - 1].level - self.low)
+                    if inner.at(relative) + float(self.root[k][rest]) <= value + _TINY:
+                        relative = min(relative, self.size - 1)
                         segment = SegmentEntry(first=s, last=k - 1, inner=self._plan_segment(s, k - 1, relative))
                         chosen = (0.0, k, segment, rest)
                         break
@@ -318,7 +339,7 @@ class ChainProgram:
         entries: list[StageEntry | SegmentEntry] = []
         while True:
             here = links[s]
-            value = float(self._tables[self._key(s, t)][m])
+            value = self._steps(s, t).at(m)
             assert np.isfinite(value), "a segment on the path is feasible"
             if s == t:
                 options = [
@@ -336,14 +357,14 @@ class ChainProgram:
     def _option_step(self, s: int, t: int, m: int, value: float) -> tuple[StageEntry, int, int] | None:
         here = self.links[s]
         room = self.grains(self.links[t].start_bytes + here.input_bytes + here.pass_bytes)
-        tail = self._tables[self._key(s + 1, t)]
+        tail = self._steps(s + 1, t)
         rise = here.level - self.links[t].level
         for option in here.options:
             if option.held:
                 rest = m - self._left(s, s + 1) - self.grains(option.held_bytes)
                 if rest < 0 or max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise)) > m:
                     continue
-                if float(tail[rest]) + (option.seconds + here.pass_seconds) <= value + _TINY:
+                if tail.at(rest) + (option.seconds + here.pass_seconds) <= value + _TINY:
                     return StageEntry(stage=s, option=option), s + 1, rest
         return None
 
@@ -359,14 +380,9 @@ class ChainProgram:
             inner_at = m - self._level_shift(t, k - 1)
             if rest < 0 or inner_at < 0 or room > m:
                 continue
-            inner_at = min(inner_at, self.size - 1)
-            total = (
-                float(self._tables[self._key(k, t)][rest])
-                + float(self._tables[self._key(s, k - 1)][inner_at])
-                + replayed
-            )
+            total = self._steps(k, t).at(rest) + self._steps(s, k - 1).at(inner_at) + replayed
             if total <= value + _TINY:
-                inner = self._plan_segment(s, k - 1, inner_at)
+                inner = self._plan_segment(s, k - 1, min(inner_at, self.size - 1))
                 entry = (
                     inner.entries[0]
                     if k - 1 == s and isinstance(inner.entries[0], StageEntry)

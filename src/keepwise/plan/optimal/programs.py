@@ -27,15 +27,15 @@ class Programs:
     """
 
     def __init__(
-        self, model: Model, menus: dict[int, list[Option]], *, high: int, grains: int, rounding: _Choice
+        self, model: Model, menus: dict[int, list[Option]], *, high: int, grain: int, rounding: _Choice
     ) -> None:
         chains = [model.links(part, menus) for part in model.parts]
         self.low = min((link.level for links in chains for link in links), default=0)
         self.chains = [
-            ChainProgram(links, low=self.low, high=max(high, self.low + 1), grains=grains, rounding=rounding)
+            ChainProgram(links, low=self.low, high=max(high, self.low + 1), grain=grain, rounding=rounding)
             for links in chains
         ]
-        self.grain = self.chains[0].grain if self.chains else 1
+        self.grain = grain
         self.table: Table = np.sum([c.root[0] for c in self.chains], axis=0) if self.chains else np.zeros(1)
         self.up = rounding == "up"
 

@@ -28,6 +28,9 @@ NAMED = ("full", "every:2", "sqrt", "recursive", "selective")
 MAX_NAMED_OPS = 20_000
 """Above as many ops they are not tried: they take longer than the program that beats them."""
 
+LONG_CHAIN = 24
+"""Stages from which on grains are coarse."""
+
 MAX_WHOLE_STORAGES = 8
 """Passes that save at most as many storages are also planned without cuts."""
 
@@ -63,6 +66,7 @@ class Workbench:
     views: tuple[View, ...]
     candidates: list[Candidate] = field(default_factory=list)
     """No one beaten by another in peak and time, by rising peak."""
+    _tried: set[tuple[Programs, int]] = field(default_factory=set)
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
 
@@ -103,9 +107,15 @@ class Workbench:
     def floor(self) -> Candidate:
         """The plan with the smallest peak that is known."""
         for view in self.views:
-            smallest = view.upper.smallest()
-            if smallest is not None and smallest < self.candidates[0].peak_bytes:
-                self.try_chain(view, view.upper, smallest)
+            for program in (view.upper, view.near):
+                smallest = program.smallest()
+                if (
+                    smallest is not None
+                    and smallest < self.candidates[0].peak_bytes
+                    and (program, smallest) not in self._tried
+                ):
+                    self._tried.add((program, smallest))
+                    self.try_chain(view, program, smallest)
         return self.candidates[0]
 
 
@@ -129,18 +139,30 @@ def workbench(step: Step) -> Workbench:
 
 
 def _view(model: Model, high: int) -> View:
-    grains = _grains(model.num_stages)
+    grain = _grain(model, high)
     return View(
         model=model,
-        upper=Programs(model, model.menus, high=high, grains=grains, rounding="up"),
-        near=Programs(model, model.menus, high=high, grains=grains, rounding="down"),
-        lower=Programs(model, model.bounds, high=high, grains=grains, rounding="down"),
+        upper=Programs(model, model.menus, high=high, grain=grain, rounding="up"),
+        near=Programs(model, model.menus, high=high, grain=grain, rounding="down"),
+        lower=Programs(model, model.bounds, high=high, grain=grain, rounding="down"),
     )
 
 
-def _grains(stages: int) -> int:
-    """Finer for short chains: the tables cost grains times stages squared."""
-    return max(2000, min(60_000, 1_500_000 // max(stages, 1)))
+def _grain(model: Model, high: int) -> int:
+    """Bytes of a grain: finer for short chains (the tables cost grains times stages squared).
+
+    Sizes in a step are multiples of a power of two, so that such a grain rounds little; in a long chain it is a part of the most
+    common stage input, which other sizes are multiples of.
+    """
+    levels = [problem.level for part in model.parts for problem in part.problems]
+    span = max(high - min(levels, default=0), 1)
+    stages = max(model.num_stages, 1)
+    finest = max(1, span // max(2000, min(60_000, 600_000 // stages)))
+    if stages < LONG_CHAIN:
+        return 1 << (finest.bit_length() - 1)
+    inputs = [sum(p.cost(s) for s in p.inputs) for part in model.parts for p in part.problems]
+    unit = max(set(inputs), key=lambda n: (inputs.count(n), n))
+    return max(1, unit // max(1, unit // finest)) if unit else finest
 
 
 def _is_small(graph: Graph) -> bool:

@@ -263,7 +263,7 @@ class Guard(Watch):
         view = self.view_of(t)
         if view >= 0:
             program = self.program
-            stats.saved_bytes += t.nbytes
+            stats.saved_bytes += t.nbytes if t.layout is torch.strided else 0
             window = program.drops.get((self.place, view))
             if window is None:
                 window = program.drops_by_view.get(view)

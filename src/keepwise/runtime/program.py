@@ -2,8 +2,8 @@
 
 Ops are numbered here by their place among the forward-phase ops of the step, because the guard does not see the others.
 
-A leaf that may legally be written before its replay is captured by copy, not by reference: buffers that forward writes, since
-another forward pass may come before this one's backward, and all small buffers, since hooks and user code may write them.
+A leaf that autograd does not save may legally be written between forward and its replay (a buffer by the next forward pass, a
+bias by user code). Small ones are captured by copy, large ones by reference: written while we watch they are copied then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepwise.ir import NO_OP, Category, Phase, Schedule, Step, Window
+from keepwise.ir import NO_OP, Phase, Schedule, Step, Window
 from keepwise.runtime.calls import mutates, resolve
 from keepwise.runtime.clean import is_random
 from keepwise.runtime.geometry import SMALL_BYTES
@@ -146,15 +146,7 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
             outer.append(source)
         return Use(window=window, kinds=tuple(kinds), outer=tuple(outer), copies=tuple(fix))
 
-    moving = {s for op in forward for s in op.writes}
-    may_move = [
-        s.birth == NO_OP
-        and (
-            (s.category == Category.BUFFER and (s.nbytes <= SMALL_BYTES or s.id in moving))
-            or (s.id in moving and s.nbytes <= SMALL_BYTES)
-        )
-        for s in storages
-    ]
+    may_move = [s.birth == NO_OP and s.id not in step.saved_storages and s.nbytes <= SMALL_BYTES for s in storages]
     saved_at: dict[int, int] = {}
     for save in step.saves:
         saved_at.setdefault(values[save.value].storage, save.at)

@@ -165,7 +165,10 @@ def innermost_hooks() -> Hooks | None:
 
 def unpack(saved: KeptSave | DroppedSave | ForeignSave) -> Tensor:
     """Hook: the saved tensor again."""
-    return saved.unpack()
+    if type(saved) is ForeignSave:
+        return saved.unpack()
+    with torch._C.DisableTorchFunction():
+        return saved.unpack()
 
 
 aside.ours = unpack

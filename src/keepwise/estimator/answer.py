@@ -196,9 +196,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_overhead(self) -> float:
-        """Seconds that recomputation adds, as a share of a step without it, by the roofline."""
+        """Share by which recomputation lengthens the step of the slowest rank, by the roofline."""
+        without = max(rank.forward_seconds + rank.backward_seconds for rank in self.ranks)
         slow = self._slowest
-        return slow.rebuilt_seconds / (slow.forward_seconds + slow.backward_seconds)
+        return (slow.forward_seconds + slow.backward_seconds + slow.rebuilt_seconds) / without - 1
 
     @property
     def step_seconds(self) -> float:

@@ -15,6 +15,7 @@ from keepwise.estimator.setup import Setup
 _MOST_BATCH = 1 << 16
 _MOST_TOKENS = 1 << 24
 _POLICIES = ("none", "keepwise", "selective:pointwise", "sac", "sac:2", "every:2", "full")
+_UNFUSED = ("none", "keepwise", "selective", "selective:pointwise", "sac", "sac:2", "every:2", "full")
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +104,11 @@ def _planned(setup: Setup, budget: int) -> Setup:
     return setup
 
 
+def _names(setup: Setup) -> tuple[str, ...]:
+    """Rebuilding the core attention alone is worth a line where its matrix is stored."""
+    return _UNFUSED if setup.attention == "eager" else _POLICIES
+
+
 def policies(estimator: Estimator, setup: Setup, budget: int) -> list[Choice]:
     """The usual checkpointing policies beside each other, everything else as asked for."""
     return [
@@ -111,7 +117,7 @@ def policies(estimator: Estimator, setup: Setup, budget: int) -> list[Choice]:
             estimator.run(_planned(replace(setup, checkpointing=parse_policy(name)), budget)),
             budget,
         )
-        for name in _POLICIES
+        for name in _names(setup)
     ]
 
 
@@ -139,7 +145,7 @@ def cheapest(estimator: Estimator, setup: Setup, budget: int) -> Choice | None:
     for candidates in rounds:
         best: Choice | None = None
         for changes, candidate in candidates:
-            for name in _POLICIES:
+            for name in _names(candidate):
                 asked = _planned(replace(candidate, checkpointing=parse_policy(name)), budget)
                 found = _choice((f"checkpointing {name}", *changes), estimator.run(asked), budget)
                 if found.fits and (best is None or found.step_seconds < best.step_seconds):

@@ -273,6 +273,22 @@ def saved_activation_edited() -> Case:
     return case(Late(), torch.randn(4, 8))
 
 
+@PROGRAMS.add(
+    "a saved tensor is overwritten, but the branch that saved it is never walked: plain allows it", ops=("aten.mul_",)
+)
+def overwritten_but_never_read() -> Case:
+    class Unused(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.up(x)) + 1
+            unused = h * h.detach().sigmoid() + h.square()
+            h.mul_(0.5)
+            h.add_(0.1)
+            del unused
+            return x + self.down(h.sin())
+
+    return case(Stack(Unused), torch.randn(4, 8))
+
+
 def _zero_hidden(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     out, hidden = model(*args, **kwargs)
     loss = loss_fn(out)

@@ -392,3 +392,24 @@ def test_frontier_is_monotone_and_has_a_knee() -> None:
     assert type(model) is Stack
     with pytest.raises(UsageError):
         keepwise.frontier(model, x, loss=loss, points=1)
+
+
+def test_a_fault_of_the_solver_falls_back_to_a_named_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepwise.session import planning
+
+    def broken(*_: object, **__: object) -> None:
+        raise AssertionError("a check of its own")
+
+    monkeypatch.setattr(planning, "plan_optimal", broken)
+    model, x = stack()
+    plain = run(copy.deepcopy(model), x)
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x")
+    assert "a check of its own" in str(plan)
+    assert plan.peak_bytes <= (plan.budget_bytes or 0)
+    assert same(run(model, x), plain)
+
+
+def test_settings_without_effect_warn() -> None:
+    model, x = stack(depth=2)
+    with pytest.warns(UserWarning, match="in_flight"):
+        keepwise.fit(model, x, loss=loss, budget="max", in_flight=2)

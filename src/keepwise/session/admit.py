@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class Outcome:
 
     bad_storages: frozenset[int]
     """Storages whose replay differs from the original."""
-    notes: tuple[str, ...]
+    num_audited: int
+    """Replayed tensors that were compared."""
     difference: str = ""
     """First difference of the planned step from the plain one, if plain repeats and every replay is right; else empty."""
 
@@ -39,6 +41,7 @@ def prove_plan(
     optimizer: torch.optim.Optimizer | None,
     *,
     uses_context: bool,
+    repeats: bool | None,
 ) -> Outcome:
     """Run the planned step from the state that the trace started from.
 
@@ -49,6 +52,7 @@ def prove_plan(
         batch: its arguments.
         traced: the plain steps, from the same state.
         optimizer: whose step `run` makes, if any.
+        repeats: whether the plain step repeats; None: find out if need be.
         uses_context: whether the plan covers the user's whole step (`with plan:`) rather than the model's forward.
     """
     generators = [g for g, _ in (*traced.first.generators, *traced.recording.generators)]
@@ -70,27 +74,39 @@ def prove_plan(
             detach(model)
         bad = frozenset(plan.step.values[view].storage for stats in runner.seen for view in stats.mismatched)
         difference = "" if bad else _difference(model, traced, result)
-        if not difference:
-            return Outcome(bad_storages=bad, notes=())
-        if dropping:
+        if difference and repeats is None:
             state.restore()
             state.clear_gradients()
-            again = _difference(model, traced, run())
-            if not again:
-                return Outcome(bad_storages=bad, notes=(), difference=difference)
-            difference = again
+            repeats = not _difference(model, traced, run())
         audited = sum(stats.num_audited for stats in runner.seen)
-        where = _first_path(traced)
-        return Outcome(
-            bad_storages=bad,
-            notes=(
-                f"the plain step is not repeatable from the same state ({difference} differ{where}): no verdict from comparing whole "
-                f"steps; {audited} replayed tensors were compared with their originals and are equal",
-            ),
-        )
+        return Outcome(bad_storages=bad, num_audited=audited, difference=difference if repeats else "")
     finally:
         runner.audit_every, runner.num_steps, runner.collecting = 0, 0, False
         runner.reset()
+        state.restore()
+
+
+def time_plain(
+    model: nn.Module,
+    run: Callable[[], Any],
+    batch: Batch,
+    traced: Traced,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[float, str]:
+    """One plain step from the state that the trace started from.
+
+    Returns:
+        Its seconds, and what differs from the traced step (empty: it repeats).
+    """
+    generators = [g for g, _ in (*traced.first.generators, *traced.recording.generators)]
+    state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
+    try:
+        state.clear_gradients()
+        began = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - began
+        return seconds, _difference(model, traced, result)
+    finally:
         state.restore()
 
 
@@ -103,6 +119,14 @@ def _difference(model: nn.Module, traced: Traced, result: Any) -> str:
         if (g is None) != (p.grad is None) or (p.grad is not None and g != strong_digest(p.grad)):
             return f"the gradients of {name}"
     return ""
+
+
+def not_repeatable(traced: Traced, difference: str) -> str:
+    """A note for the user."""
+    return (
+        f"the plain step is not repeatable from the same state ({difference} differ{_first_path(traced)}): comparing whole steps "
+        "proves nothing; every replayed tensor was compared with its original instead"
+    )
 
 
 def _first_path(traced: Traced) -> str:

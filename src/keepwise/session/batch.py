@@ -83,11 +83,18 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
     Raises:
         UsageError: no parameters to train, parameters on several devices, or a batch on another device.
     """
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
+            raise UsageError(
+                f"{type(module).__name__} ({name or 'the model'}) is not supported yet: plan the model before it is sharded, or use DDP"
+            )
     devices: dict[torch.device, str] = {}
-    trainable = 0
     for name, p in model.named_parameters():
         devices.setdefault(p.device, name)
-        trainable += p.requires_grad
+        if type(p.data).__name__ == "DTensor":
+            raise UsageError(
+                f"parameter {name} is sharded (DTensor: FSDP2 or tensor parallel), which is not supported yet; plan the unsharded model"
+            )
     if not devices:
         for name, b in model.named_buffers():
             devices.setdefault(b.device, name)
@@ -141,3 +148,18 @@ def whole_step(
         return value.detach()
 
     return run
+
+
+def make_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+    """An optimizer from an instance or a class; None stays None.
+
+    Raises:
+        UsageError: neither.
+    """
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if callable(optimizer):
+        made = optimizer([p for p in model.parameters() if p.requires_grad])
+        if isinstance(made, torch.optim.Optimizer):
+            return made
+    raise UsageError(f"optimizer must be a torch optimizer or its class, got {optimizer!r}")

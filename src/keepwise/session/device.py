@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import psutil
 import torch
 
@@ -33,3 +35,14 @@ def auto_budget(device: torch.device, static_bytes: int) -> tuple[int, str]:
         budget = free + held - margin
     text = f"budget auto: {free} bytes free + {held} held by this process - {margin} margin = {budget}"
     return max(budget, 1), text
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device; on the CPU also under this process's address-space limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit - psutil.Process().memory_info().vms)
+    return max(free, 0)

@@ -24,6 +24,8 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Schedule
     status: str
     """Name of a `Status`."""
+    budget: str
+    """As the user wrote it."""
     budget_bytes: int | None
     plain_peak_bytes: int
     peak_bytes: int

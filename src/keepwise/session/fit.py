@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import nn
 from keepwise._errors import KeepwiseError, UsageError
 from keepwise.ir import Schedule, Step
 from keepwise.runtime.apply import attach, detach, runner_of
-from keepwise.session.admit import prove_plan
-from keepwise.session.batch import Batch, Loss, as_batch, check_devices, whole_step
+from keepwise.session.admit import not_repeatable, prove_plan, time_plain
+from keepwise.session.batch import Batch, Loss, as_batch, check_devices, make_optimizer, whole_step
 from keepwise.session.budget import check_budget, parse_budget
 from keepwise.session.cache import PlanCache
-from keepwise.session.device import auto_budget, device_bytes
+from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import describe
@@ -28,6 +29,7 @@ from keepwise.session.status import Status
 from keepwise.session.step_facts import notes_of, only_inside_forward
 from keepwise.simulate import simulate
 from keepwise.trace import trace_steps
+from keepwise.trace.arena import ARENA
 
 MAX_PROOFS = 3
 """How often storages whose replay differed are moved to the kept ones before the plan is given up."""
@@ -93,6 +95,11 @@ def fit(
     check_budget(budget)
     _check_options(grads=grads, in_flight=in_flight, on_infeasible=on_infeasible, step=step, args=args, batches=batches)
     check_pins(pin)
+    for name, value, default in (("in_flight", in_flight, 1), ("host_budget", host_budget, None)):
+        if value != default:
+            warnings.warn(f"keepwise.fit: {name}= has no effect yet; the plan does not use it", stacklevel=2)
+    if disk is not None:
+        ARENA.folder = os.fspath(disk)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
     if step is not None and (args is not None or kwargs):
@@ -106,7 +113,7 @@ def fit(
         raise UsageError(
             "every parameter is frozen: there is nothing to train, so backward saves nothing; unfreeze some"
         )
-    made_optimizer = _make_optimizer(optimizer, model)
+    made_optimizer = make_optimizer(optimizer, model)
 
     previous = runner_of(model)
     detach(model)
@@ -142,6 +149,14 @@ def fit(
             recorded = only_inside_forward(recorded, traced.recording.calls)
         recorded = apply_pins(recorded, pin)
         plain = simulate(recorded)
+        repeats: bool | None = None
+        if verify and plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device):
+            say("timing a plain step")
+            seconds, difference = time_plain(model, run, batch, traced, made_optimizer)
+            repeats = not difference
+            recorded = msgspec.structs.replace(recorded, seconds=seconds)
+            if difference:
+                notes.append(not_repeatable(traced, difference))
         auto, auto_text = auto_budget(device, plain.static_bytes)
         if isinstance(budget, str) and budget.strip().lower() == "auto":
             notes.append(auto_text)
@@ -161,6 +176,7 @@ def fit(
                 model,
                 recorded,
                 planned,
+                budget,
                 None if limit is None or want_floor else limit,
                 step is None,
                 notes,
@@ -168,11 +184,12 @@ def fit(
                 scales=step is None and planner == "auto",
             )
             plan = Plan(document)
-            if not verify:
+            if not verify or plan.runner.program.drops_nothing:
                 break
             say("proving the plan on a real step")
-            outcome = prove_plan(plan, model, run, batch, traced, made_optimizer, uses_context=step is not None)
-            notes.extend(n for n in outcome.notes if n not in notes)
+            outcome = prove_plan(
+                plan, model, run, batch, traced, made_optimizer, uses_context=step is not None, repeats=repeats
+            )
             if outcome.difference:
                 return _inert(
                     model,
@@ -189,7 +206,7 @@ def fit(
                 )
             recorded = _keep_also(recorded, outcome.bad_storages)
             notes.append(
-                f"{len(outcome.bad_storages)} tensors are kept because their replay differed from the original on the real step"
+                f"kept because their replay differed from the original on the real step: {len(outcome.bad_storages)} of the saved tensors"
             )
     except BaseException:
         if previous is not None and runner_of(model) is None:
@@ -221,16 +238,6 @@ def batch_shapes(batch: Batch) -> list[str]:
     return shown
 
 
-def _make_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if callable(optimizer):
-        made = optimizer([p for p in model.parameters() if p.requires_grad])
-        if isinstance(made, torch.optim.Optimizer):
-            return made
-    raise UsageError(f"optimizer must be a torch optimizer or its class, got {optimizer!r}")
-
-
 def _keep_also(step: Step, storages: frozenset[int]) -> Step:
     new = [
         msgspec.structs.replace(s, keep_reason="its replay differed from the original on the real step")
@@ -245,6 +252,7 @@ def _document(
     model: nn.Module,
     step: Step,
     planned: Planned,
+    budget: int | float | str,
     budget_bytes: int | None,
     restarts: bool,
     notes: list[str],
@@ -258,6 +266,7 @@ def _document(
         step=step,
         schedule=planned.schedule,
         status=planned.status.name,
+        budget=str(budget),
         budget_bytes=budget_bytes,
         plain_peak_bytes=planned.plain.peak_bytes,
         peak_bytes=planned.timeline.peak_bytes,
@@ -281,6 +290,7 @@ def _inert(model: nn.Module, why: str) -> Plan:
             step=Step(),
             schedule=Schedule(planner="none"),
             status=Status.INERT.name,
+            budget="max",
             budget_bytes=None,
             plain_peak_bytes=0,
             peak_bytes=0,

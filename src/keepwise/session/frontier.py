@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from keepwise._errors import UsageError
 from keepwise.plan.optimal import frontier as solve_frontier
-from keepwise.session.batch import Loss, as_batch, check_devices, whole_step
+from keepwise.session.batch import Loss, as_batch, check_devices, make_optimizer, whole_step
 from keepwise.session.step_facts import only_inside_forward
 from keepwise.simulate import simulate
 from keepwise.trace import trace_steps
@@ -61,7 +60,7 @@ def frontier(
     points: int = 20,
     loss: Loss | None = None,
     step: Callable[[], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Any = None,
     grads: str = "held",
     progress: Callable[[str], None] | None = None,
 ) -> Frontier:
@@ -87,6 +86,7 @@ def frontier(
         raise UsageError(f"grads must be 'held' or 'fresh', got {grads!r}")
     batch = as_batch(args, kwargs)
     device = check_devices(model, batch if step is None else None)
+    optimizer = make_optimizer(optimizer, model)
     run = step if step is not None else whole_step(model, batch, loss, optimizer)
     if progress:
         progress("recording two steps")

@@ -165,7 +165,7 @@ class Plan:
         unit = unit_of(max(self.plain_peak_bytes, self.peak_bytes))
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}[unit]
         plain, peak = show_number(self.plain_peak_bytes / scale), show_number(self.peak_bytes / scale)
-        budget = "max" if self.budget_bytes is None else show_number(self.budget_bytes / scale)
+        budget = self.document.budget if self.budget_bytes is None else show_number(self.budget_bytes / scale)
         seconds = max(self.step_seconds, 1e-12)
         activations = [
             s for s in self.step.saves if not self.step.storages[self.step.values[s.value].storage].category.is_static

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,17 @@ def plan_schedule(
     plain = simulate(step)
     if planner != "auto":
         return _named(step, budget_bytes, planner, plain)
+    try:
+        return _optimal(
+            step, budget_bytes, plain, on_infeasible=on_infeasible, want_floor=want_floor, progress=progress
+        )
+    except AssertionError as error:  # a fault of the solver must not cost the user the plan
+        return _best_named(step, 0 if want_floor else budget_bytes, plain, f"{error}")
+
+
+def _optimal(
+    step: Step, budget_bytes: int | None, plain: Timeline, *, on_infeasible: str, want_floor: bool, progress: Progress
+) -> Planned:
     if want_floor:
         if progress:
             progress("searching the smallest peak")
@@ -120,6 +132,22 @@ def _unchanged(step: Step, plain: Timeline) -> Planned:
         bound_seconds=0.0,
         floor_bytes=plain.peak_bytes,
     )
+
+
+def _best_named(step: Step, budget_bytes: int | None, plain: Timeline, fault: str) -> Planned:
+    """The fastest named plan that fits, else the one with the smallest peak."""
+    found = [
+        _named(step, budget_bytes, name, plain)
+        for name in ("none", "selective", "every:2", "sqrt", "full", "recursive")
+    ]
+    fitting = [p for p in found if p.status is not Status.INFEASIBLE]
+    best = (
+        min(fitting, key=lambda p: p.timeline.added_seconds)
+        if fitting
+        else min(found, key=lambda p: p.timeline.peak_bytes)
+    )
+    note = f"the solver stopped on a check of its own ({fault}): the best named plan was taken instead. Please report this model"
+    return dataclasses.replace(best, notes=(note,))
 
 
 def _named(step: Step, budget_bytes: int | None, planner: Any, plain: Timeline) -> Planned:

@@ -13,6 +13,7 @@ from keepwise.proof.proof import Proof, prove
 from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach, runner_of
 from keepwise.session.batch import Loss, as_batch, loss_of
+from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.plan import Plan
 
 
@@ -40,7 +41,7 @@ def verify(
         step: as in `fit`: the whole step, run inside `with plan:`.
         optimizer: whose `step()` ends each step; parameters after it are compared.
         steps: how many steps to run from the same state.
-        batches: step number -> args, for another batch in each step.
+        batches: step number -> args, for another batch in each step (`kwargs` is not added to it).
         progress: told what happens.
 
     Returns:
@@ -48,12 +49,14 @@ def verify(
 
     Raises:
         UsageError: a bad argument.
+        PlanMismatch: the plan is for another model.
         Exception: whatever the model raises in a plain step.
     """
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
     if step is not None and (args is not None or kwargs):
         raise UsageError("pass either args or step=, not both")
+    check_fingerprint(plan.document.fingerprint, model)
     batch = as_batch(args, kwargs)
     count = 0
 
@@ -61,7 +64,7 @@ def verify(
         nonlocal count
         if step is not None:
             return step()
-        now = as_batch(batches(count), kwargs) if batches is not None else batch
+        now = as_batch(batches(count), None) if batches is not None else batch
         count += 1
         output = model(*now.args, **now.kwargs)
         value = loss_of(output, loss)

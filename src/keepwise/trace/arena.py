@@ -20,6 +20,8 @@ class Arena:
     """Room for bytes outside of memory."""
 
     def __init__(self) -> None:
+        self.folder: str | None = None
+        """Where the file is made; None: the system's temporary folder."""
         self._lock = threading.RLock()  # a copy can be collected, and released, at any allocation inside `write`
         self._handle = -1
         self._owner = -1
@@ -36,7 +38,7 @@ class Arena:
         with self._lock:
             if self._owner != os.getpid():  # the first use, or a fork: the parent's file is not ours
                 try:
-                    handle, name = tempfile.mkstemp(prefix="keepwise-")
+                    handle, name = tempfile.mkstemp(prefix="keepwise-", dir=self.folder)
                 except OSError:
                     return None
                 os.unlink(name)

@@ -208,11 +208,8 @@ class ChainProgram:
         links = self.links
         for t in range(count):
             for s in range(t, -1, -1):
-                crossing = tuple(
-                    (i.nbytes, min(self._crosses[i.storage], t) - s)
-                    for i in links[s].inputs
-                    if self._crosses[i.storage] > s
-                )
+                # All inputs, also those that end here: a stage whose input exists anyway has none, and leaves nothing behind.
+                crossing = tuple((i.nbytes, min(self._crosses[i.storage], t) - s) for i in links[s].inputs)
                 if s == t:
                     name = (-1, links[s].kind, 0, crossing)
                 else:

@@ -34,7 +34,7 @@ from keepwise.session.budget import parse_budget
 from keepwise.targets import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
-from stock import first_difference, outcome, step_of  # noqa: E402
+from stock import first_difference, outcome, step_of
 
 MIB = 1 << 20
 FOLDER = Path(__file__).parent / "results"

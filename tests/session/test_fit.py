@@ -142,7 +142,7 @@ def test_all_frozen_and_wrong_kinds() -> None:
     model.requires_grad_(False)
     with pytest.raises(UsageError, match="frozen"):
         keepwise.fit(model, x, loss=loss, budget="max")
-    with pytest.raises(UsageError, match="nn.Module"):
+    with pytest.raises(UsageError, match=r"nn\.Module"):
         keepwise.fit(lambda v: v, x, budget="max")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="args must be"):
         keepwise.fit(Stack(1), 3, budget="max")

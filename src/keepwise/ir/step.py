@@ -66,7 +66,8 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     birth: int
     """Op that allocated it; `NO_OP` if it existed before the step."""
     held_until: int
-    """Last moment at which someone other than autograd's saved tensors holds it (>= birth). The last moment of the step if it outlives it."""
+    """Last moment at which someone other than autograd's saved tensors holds it (>= birth);
+    the last moment of the step if it outlives it."""
     saved_until: int = NO_OP
     """Last moment at which a saved tensor holds it in the plain step; `NO_OP` if autograd never saves it."""
     versions: int = 1
@@ -118,7 +119,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
     """Value of each tensor result in flattened order."""
     phase: Phase
     writes: tuple[int, ...] = ()
-    """Storages that it writes in place (measured), each gaining one version. Its own fresh outputs are not listed. A storage that is
+    """Storages that it writes in place (measured), each gaining one version. Its own fresh outputs are not listed. One that is
     listed here but is no input (running statistics of batch normalisation) is written by the op and not by its replay."""
     is_view: bool = False
     """Whether every output shares an input's storage and nothing is written: no bytes, no FLOPs."""

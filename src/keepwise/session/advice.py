@@ -82,7 +82,8 @@ def infeasible_message(budget: int, timeline: Timeline) -> str:
         head += f". What exists whatever is planned takes {show_bytes(static)} ({parts}): no plan can help below that"
     return (
         f"{head}. It is reached in {binding_moment(timeline)}. Try budget={floor} or budget='min', or "
-        f"on_infeasible='floor' to run the smallest plan. What would lower the floor: {'; '.join(remedies(timeline)) or 'nothing that is known'}"
+        f"on_infeasible='floor' to run the smallest plan. What would lower the floor: "
+        f"{'; '.join(remedies(timeline)) or 'nothing that is known'}"
     )
 
 

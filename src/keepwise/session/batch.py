@@ -55,8 +55,8 @@ def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
         found, source = output, "the model's output"
     elif isinstance(output, Mapping) and "loss" in output:
         found, source = output["loss"], "output['loss']"
-    elif getattr(output, "loss", None) is not None:
-        found, source = output.loss, "output.loss"
+    elif (attribute := getattr(output, "loss", None)) is not None:
+        found, source = attribute, "output.loss"
     else:
         raise UsageError(
             f"no loss: the model returned {type(output).__name__}, which is no scalar and has no .loss; "

@@ -133,7 +133,7 @@ def fit(
                 model=model,
                 inputs=(batch.args, batch.kwargs),
                 optimizer=made_optimizer,
-                grads=grads,
+                grads="held" if grads == "held" else "fresh",
                 device=device,
             )
         except RuntimeError as error:
@@ -168,10 +168,12 @@ def fit(
             auto_bytes=auto,
         )
         want_floor = isinstance(budget, str) and budget.strip().lower() == "min"
-        for attempt in range(MAX_PROOFS + 1):
+        attempt = 0
+        while True:
             planned = plan_schedule(
                 recorded, limit, planner, on_infeasible=on_infeasible, want_floor=want_floor, progress=progress
             )
+            notes.extend(n for n in planned.notes if n not in notes)
             document = _document(
                 model,
                 recorded,
@@ -204,6 +206,7 @@ def fit(
                     "replays still differ from their originals after "
                     f"{MAX_PROOFS} rounds of keeping the tensors concerned; nothing was applied. Please report this model"
                 )
+            attempt += 1
             recorded = _keep_also(recorded, outcome.bad_storages)
             notes.append(
                 f"kept because their replay differed from the original on the real step: {len(outcome.bad_storages)} of the saved tensors"
@@ -277,7 +280,7 @@ def _document(
         scales=scales,
         batch_key=key,
         batch_elements=elements,
-        notes=tuple(notes) + planned.notes,
+        notes=tuple(notes),
         shapes=tuple(", ".join(batch_shapes(b)) for b in batches),
     )
 

@@ -41,7 +41,8 @@ def notes_of(traced: Traced) -> list[str]:
 
     if recording.functorch_paths:
         notes.append(
-            f"torch.func transforms run in {listed(recording.functorch_paths)}: no hooks on saved tensors are possible there, so nothing is dropped"
+            f"torch.func transforms run in {listed(recording.functorch_paths)}: "
+            "no hooks on saved tensors are possible there, so nothing is dropped"
         )
     if recording.compiled:
         notes.append(f"compiled, so one opaque op whose saved tensors are kept: {listed(recording.compiled)}")
@@ -51,6 +52,7 @@ def notes_of(traced: Traced) -> list[str]:
         )
     if recording.foreign_hooks:
         notes.append(
-            f"the user's own saved-tensor hooks are active in {listed(recording.foreign_hooks)}: kept tensors pass through them, dropped ones do not"
+            f"the user's own saved-tensor hooks are active in {listed(recording.foreign_hooks)}: "
+            "kept tensors pass through them, dropped ones do not"
         )
     return notes

@@ -27,6 +27,8 @@ def attention(
     if b.context.autocast:
         query = b.cast(query, b.context.itemsize, f"{prefix}.query_cast", prefix)
         key = b.cast(key, b.context.itemsize, f"{prefix}.key_cast", prefix)
+    if spec.sinks:
+        b.parameter(f"{prefix}.sinks", spec.heads, split="tensor")
     result = _kernel(b, query, key, value, spec, prefix, cross=memory is not None)
     y = b.linear(
         result,
@@ -152,8 +154,8 @@ def _latent_projections(
         parallel="none",
         targets=("k",),
     )
-    compressed = b.value(f"{prefix}.key_compressed", rows * latent.key_rank, b.itemsize(both), split=b.split(both))
-    b.op(f"{prefix}.key_compressed", prefix, [both], [compressed], passes_gradient=False)
+    names = (f"{prefix}.key_compressed", f"{prefix}.key_rotated")
+    compressed, rotated = b.views(both, (rows * latent.key_rank, rows * latent.rope_dim), names, prefix)
     normed = b.norm(compressed, "rms", latent.key_rank, f"{prefix}.key_norm", prefix)
     nope = spec.head_dim - latent.rope_dim
     key_value = b.linear(
@@ -166,7 +168,7 @@ def _latent_projections(
     )
     angles = _angles(b, spec)
     key = b.value(f"{prefix}.key_joined", rows * queries, b.itemsize(key_value), split="tensor")
-    b.op(f"{prefix}.key_joined", f"{prefix}.latent_up", [key_value, both], [key], [angles])
+    b.op(f"{prefix}.key_joined", f"{prefix}.latent_up", [key_value, rotated], [key], [angles])
     joined = b.value(f"{prefix}.query_joined", rows * queries, b.itemsize(query), split="tensor")
     b.op(f"{prefix}.query_joined", f"{prefix}.latent_up", [query], [joined], [angles])
     return joined, key, key_value
@@ -301,7 +303,7 @@ def _matrix_kernel(
         b.op(f"{prefix}.key_copy", module, [key], [k])
         v = b.value(f"{prefix}.value_copy", key_rows * heads * spec.value_dim, wide, split="tensor")
         b.op(f"{prefix}.value_copy", module, [value], [v])
-    size = rows * keys * heads
+    size = rows * (keys + spec.sinks) * heads
     scores = b.value(f"{prefix}.scores", size, wide, split="tensor")
     first = flops * spec.head_dim / (spec.head_dim + spec.value_dim)
     b.op(
@@ -319,6 +321,11 @@ def _matrix_kernel(
         x = b.add(x, bias, f"{prefix}.biased", module)
     if spec.softcap:
         x = b.pointwise(b.pointwise(x, f"{prefix}.softcap", module, saves="result"), f"{prefix}.capped", module)
+    if spec.sinks:  # the largest score of each row is taken off, and its place is saved
+        place = b.value(f"{prefix}.largest", rows * heads, 8, split="tensor", kind="index")
+        y = b.like(x, f"{prefix}.shifted")
+        b.op(f"{prefix}.shifted", module, [x], [place, y], [place])
+        x = y
     # A fused scale-mask-softmax works in the storage type; the Python form widens, keeps the wide result and narrows a copy.
     wide_softmax = spec.softmax_wide or (context.autocast and (spec.causal or not context.cpu))
     widened = b.cast(x, 4, f"{prefix}.scores_wide", module) if wide_softmax and not layout and not inside_sdpa else x

@@ -141,12 +141,13 @@ def _language_head(b: Builder, x: int, head: Head, width: int, loss: Loss) -> Gr
         b.parameter("head.logits.weight", head.outputs, width, split="tensor", role="table")
     if head.bias:
         b.parameter("head.logits.bias", head.outputs, split="tensor")
-    x = b.boundary(x, "head.enter", "head", leave=False) if context.tensor_parallel > 1 else x
+    gathered = b.boundary(x, "head.enter", "head", leave=False)
+    read = None if gathered == x else gathered
     flops = 2.0 * rows * width * head.outputs / context.tensor_parallel
     if loss != "eager":
-        return _logits_free(b, x, flops, head, loss)
+        return _logits_free(b, x, gathered, flops, head, loss)
     # The output projection is trained like a table; adapters seldom touch it.
-    logits = b.linear(x, width, head.outputs, "head.logits", "head", count_parameters=False)
+    logits = b.linear(x, width, head.outputs, "head.logits", "head", count_parameters=False, gathered=read)
     if head.softcap:
         scaled = b.pointwise(logits, "head.softcap_input", "head")
         logits = b.pointwise(b.pointwise(scaled, "head.softcap", "head", saves="result"), "head.logits_capped", "head")
@@ -165,7 +166,7 @@ def _language_head(b: Builder, x: int, head: Head, width: int, loss: Loss) -> Gr
     return b.graph
 
 
-def _logits_free(b: Builder, x: int, flops: float, head: Head, loss: Loss) -> Graph:
+def _logits_free(b: Builder, x: int, gathered: int, flops: float, head: Head, loss: Loss) -> Graph:
     """Chunked or fused losses: the logits of one chunk only, once more in backward when chunked."""
     context = b.context
     whole = context.rows * head.outputs // context.tensor_parallel
@@ -173,7 +174,7 @@ def _logits_free(b: Builder, x: int, flops: float, head: Head, loss: Loss) -> Gr
     value = b.value("loss", 1, 4, split="whole")
     weight_gradient = head.outputs * b.numel(x) // context.rows * context.itemsize // context.tensor_parallel
     b.op(
-        "loss", "loss", [x], [value], [x], kind="matmul", flops=flops, backward_flops=3 * flops,
+        "loss", "loss", [gathered], [value], [x], kind="matmul", flops=flops, backward_flops=3 * flops,
         forward_extra=chunk, backward_extra=chunk + (weight_gradient if context.train_base else 0),
     )  # fmt: skip
     b.graph.exit = value

@@ -161,7 +161,8 @@ def experts(b: Builder, x: int, spec: Experts, width: int) -> int:
     # A gated shared expert runs first, so that it is still alive when the routed ones are in backward.
     shared = _shared_expert(b, x, spec, width, prefix) if spec.shared is not None and spec.shared_gate else None
     rows, chosen = context.rows, context.rows * spec.active
-    logits = b.linear(x, width, spec.num, "moe.router", "moe.router", bias=spec.router_bias, parallel="none")
+    states = b.cast(x, 4, "moe.router_states", "moe.router") if spec.wide_router else x
+    logits = b.linear(states, width, spec.num, "moe.router", "moe.router", bias=spec.router_bias, parallel="none")
     logits = b.cast(logits, 4, "moe.router_logits", "moe.router")
     scores = b.pointwise(logits, "moe.router_scores", "moe.router", saves="result")
     index = b.value("moe.chosen", chosen, 8, kind="index")

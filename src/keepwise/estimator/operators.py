@@ -255,6 +255,10 @@ class Builder:
             saves = [scaled, factor] if self.context.train_base else [factor]
             self.op(f"{name}.product", module, [scaled], [factor, y], saves)
             return self.cast(y, narrow, name, module)
+        if kind == "rms_wide":
+            y = self.like(wide, f"{name}.product")
+            self.op(f"{name}.product", module, [scaled], [y], [scaled] if self.context.train_base else [])
+            return self.cast(y, narrow, name, module)
         scaled = self.cast(
             scaled, narrow if kind == "rms" or self.context.weight_itemsize == 2 else 4, f"{name}.normed", module
         )
@@ -371,7 +375,11 @@ class Builder:
         middle = self.value(f"{name}.lora_middle", rows * rank, size, split="sequence")
         inner = 2.0 * rows * rank * inputs / (divisor if parallel == "row" else 1)
         outer = 2.0 * rows * rank * outputs / (1 if parallel == "row" else divisor)
-        self.op(f"{name}.lora_a", module, [source], [middle], [source], kind="matmul", flops=inner)
+        copies: list[int] = []
+        if context.autocast:
+            numel = rank * (inputs + outputs)
+            copies.append(self.value(f"{name}.lora_casts", numel, context.itemsize, split="whole", kind="weight cast"))
+        self.op(f"{name}.lora_a", module, [source], [*copies, middle], [*copies, source], kind="matmul", flops=inner)
         up = self.value(f"{name}.lora_result", rows * outputs, size, split=self.split(y))
         self.op(f"{name}.lora_b", module, [middle], [up], [middle], kind="matmul", flops=outer)
         scaled = self.pointwise(up, f"{name}.lora_scaled", module)

@@ -24,7 +24,6 @@ from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
 from keepwise.estimator.states import count_parameters
 
-
 _ONLY_OPERATORS = (
     "sequence", "quadratic", "head_bytes", "head_rest", "keeping_rest", "rebuilding_rest", "user_bytes", "other_parameters",
     "other_bytes",

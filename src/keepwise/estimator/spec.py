@@ -6,8 +6,9 @@ from typing import Literal
 
 import msgspec
 
-NormKind = Literal["layer", "rms", "rms_one_plus", "rms_promote"]
-"""`rms_one_plus` scales by 1 + weight in fp32 (Gemma); `rms_promote` multiplies the 16-bit input by an fp32 factor (T5)."""
+NormKind = Literal["layer", "rms", "rms_wide", "rms_one_plus", "rms_promote"]
+"""`rms_wide` scales in fp32 (OLMo 2, gpt-oss), `rms_one_plus` by 1 + weight too (Gemma); `rms_promote` multiplies the 16-bit
+input by an fp32 factor (T5)."""
 
 Placement = Literal["pre", "post", "sandwich", "inner_post", "parallel", "parallel_two"]
 """Where a block's norms stand: before each branch, after each residual sum, both, on each branch's result, or before
@@ -102,6 +103,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """whether the shared expert's result is scaled by a learned gate."""
     renormalised: bool = True
     """whether the chosen weights are divided by their sum."""
+    wide_router: bool = False
+    """whether the router works on an fp32 copy of the states."""
     wide_weights: bool = False
     """whether the chosen weights stay fp32, which widens the experts' weighted results."""
     router_bias: bool = False

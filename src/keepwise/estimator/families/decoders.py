@@ -202,11 +202,14 @@ def olmo2(config: Config) -> Architecture:
     stack = base.stacks[0]
     blocks = tuple(
         replace(
-            block, placement="inner_post", attention=replace(block.attention, query_norm="rms", query_norm_width="all")
+            block,
+            norm="rms_wide",
+            placement="inner_post",
+            attention=replace(block.attention, query_norm="rms_wide", query_norm_width="all"),
         )
         for block in stack.blocks
     )
-    return replace(base, stacks=(replace(stack, blocks=blocks),))
+    return replace(base, stacks=(replace(stack, blocks=blocks, final_norm="rms_wide"),))
 
 
 def gpt2(config: Config) -> Architecture:

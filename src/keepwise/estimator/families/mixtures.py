@@ -139,6 +139,7 @@ def deepseek(config: Config) -> Architecture:
         expert=replace(dense, inner=inner, fused_gate=True),
         shared=replace(dense, inner=inner * num_shared) if num_shared else None,
         renormalised=third and config.flag("norm_topk_prob", default=True),
+        wide_router=third,
         wide_weights=True,
     )
     first = int(config.values.get("first_k_dense_replace", 3 if third else 0) or 0)
@@ -160,6 +161,7 @@ def gpt_oss(config: Config) -> Architecture:
         bias=four(config.flag("attention_bias", default=True)),
         rotary=True,
         sinks=True,
+        softmax_wide=False,
     )
     expert = Mlp(
         inner=config.size("intermediate_size", default=2880),
@@ -181,7 +183,7 @@ def gpt_oss(config: Config) -> Architecture:
     ]
     blocks = tuple(
         Block(
-            norm="rms",
+            norm="rms_wide",
             attention=replace(attention, window=window if kind == "sliding_attention" else None),
             feed_forward=mixture,
         )

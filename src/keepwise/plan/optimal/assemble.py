@@ -5,7 +5,7 @@ The chain charges every stage's inputs; here those that nothing reads are let go
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from keepwise.ir import Schedule, Window
@@ -26,12 +26,9 @@ class _Draft:
     ops: tuple[int, ...]
     retain: frozenset[int]
     path: str
+    reads: frozenset[int]
+    """Storages that its ops, or those of the windows inside it, may read from outside."""
     children: list[_Draft] = field(default_factory=list)
-
-    def walk(self) -> Iterator[_Draft]:
-        yield self
-        for child in self.children:
-            yield from child.walk()
 
 
 class _Assembly:
@@ -76,9 +73,8 @@ class _Assembly:
         left = self._left_by(entry.inner) - at_hand
         children = self._entries(entry.inner, at_hand | left)
         starts: list[int] = [c.start for c in children]
-        used: set[int] = set()
-        for draft in (d for c in children for d in c.walk()):
-            used |= self.graph.read_by(draft.ops, left)
+        inside = frozenset[int]().union(*(c.reads for c in children))
+        used = set(left & inside)
         for stage in self.stages[entry.first : entry.last + 1]:
             for node in stage.nodes:
                 read = left.intersection(node.storages)
@@ -92,23 +88,38 @@ class _Assembly:
         assert ops is not None, "the chain replays only what has a recipe"
         first, last = self.stages[entry.first], self.stages[entry.last]
         path = first.path if first.path == last.path else f"{first.path}..{last.path}"
-        draft = _Draft(
-            start=min(starts), stop=first.last, ops=ops, retain=frozenset(used), path=path, children=children
-        )
-        return [draft]
+        reads = self._reads(ops) | inside
+        return [
+            _Draft(
+                start=min(starts),
+                stop=first.last,
+                ops=ops,
+                retain=frozenset(used),
+                path=path,
+                reads=reads,
+                children=children,
+            )
+        ]
+
+    def _reads(self, ops: tuple[int, ...]) -> frozenset[int]:
+        return frozenset(n.storage for o in ops for n in self.graph.needs(o) if n.reference)
 
     def _option(self, stage: Stage, problem: StageProblem, option: Option) -> list[_Draft]:
         drafts = [self._replay(stage, problem, replay) for replay in option.windows]
-        for draft, replay in zip(drafts, option.windows, strict=True):
+        for draft, replay in reversed(list(zip(drafts, option.windows, strict=True))):
             if replay.parent >= 0:
-                drafts[replay.parent].children.append(draft)
+                around = drafts[replay.parent]
+                around.children.insert(0, draft)
+                around.reads |= draft.reads
         return [d for d, replay in zip(drafts, option.windows, strict=True) if replay.parent < 0]
 
     def _replay(self, stage: Stage, problem: StageProblem, replay: Replay) -> _Draft:
+        ops = tuple(stage.ops[p] for p in replay.ops)
         return _Draft(
             start=stage.first + replay.start,
             stop=stage.first + replay.stop,
-            ops=tuple(stage.ops[p] for p in replay.ops),
+            ops=ops,
+            reads=self._reads(ops),
             retain=frozenset(problem.storages[p] for p in replay.retain),
             path=stage.path,
         )

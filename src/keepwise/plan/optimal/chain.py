@@ -29,6 +29,29 @@ Table = npt.NDArray[np.float64]
 
 _TINY = 1e-9
 
+EXACT_LENGTH = 64
+"""Segments of at most as many stages are split anywhere."""
+
+NUM_SPLITS = 40
+"""Longer ones at as many places."""
+
+
+def splits(first: int, last: int) -> list[int]:
+    """Where a pass over stages `first..last` may leave its next inputs: all of `first + 1..last`, or a sample of them.
+
+    The sample is dense at both ends. It is a restriction of the family, for plans and bound alike.
+    """
+    length = last - first
+    if length <= EXACT_LENGTH:
+        return list(range(first + 1, last + 1))
+    edge = NUM_SPLITS // 4
+    inner = {
+        round(first + edge + i * (length - 2 * edge) / (NUM_SPLITS - 2 * edge))
+        for i in range(NUM_SPLITS - 2 * edge + 1)
+    }
+    ends = {*range(first + 1, first + edge + 1), *range(last - edge + 1, last + 1)}
+    return sorted(inner | ends)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
@@ -156,6 +179,14 @@ class ChainProgram:
         self._keys: dict[tuple[int, int, int, tuple[tuple[int, int], ...]], int] = {}
         self._tables: dict[int, _Steps] = {}
         self._key_of: dict[tuple[int, int], int] = {}
+        self._until = [0.0]
+        self._dead = [0]
+        for link in self.links:
+            finite = np.isfinite(link.pass_seconds)
+            self._until.append(self._until[-1] + (link.pass_seconds if finite else 0.0))
+            self._dead.append(self._dead[-1] + (not finite))
+        self._highs: dict[int, list[int]] = {}
+        self._fronts: dict[int, list[int]] = {}
         self._build_segments()
         self.root = self._build_root()
 
@@ -173,8 +204,9 @@ class ChainProgram:
             return
         stop = max(stop, first)
         if stop > first:
-            total = np.full(stop - first, seconds)
-            for steps, shift in parts:
+            steps, shift = parts[0]
+            total = steps.piece(first - shift, stop - shift) + seconds
+            for steps, shift in parts[1:]:
                 total += steps.piece(first - shift, stop - shift)
             np.minimum(best[first:stop], total, out=best[first:stop])
         if stop < self.size:
@@ -192,13 +224,6 @@ class ChainProgram:
     def _left(self, s: int, k: int) -> int:
         """Grains of the inputs of s that are not inputs of k too: what a pass leaves behind."""
         return self.grains(sum(i.nbytes for i in self.links[s].inputs if self._crosses[i.storage] < k))
-
-    def _extra(self, s: int, k: int) -> int:
-        """Bytes of the inputs of k that are not inputs of s."""
-        if k == s:
-            return 0
-        mine = {i.storage for i in self.links[s].inputs}
-        return sum(i.nbytes for i in self.links[k].inputs if i.storage not in mine)
 
     def _steps(self, s: int, t: int) -> _Steps:
         return self._tables[self._key_of[s, t]]
@@ -231,14 +256,11 @@ class ChainProgram:
                     if need < self.size:
                         np.minimum(best[need:], option.seconds, out=best[need:])
             return best
-        replayed = 0.0
-        room = 0
-        for k in range(s + 1, t + 1):
-            replayed += links[k - 1].pass_seconds
+        for k in splits(s, t):
+            replayed = self._pass_seconds(s, k)
             if not np.isfinite(replayed):
                 break
-            private = links[k - 1].pass_bytes + self._extra(s, k - 1)
-            room = max(room, self.grains(links[t].start_bytes + here.input_bytes + private))
+            room = self._pass_room(s, k, t)
             rest = (self._steps(k, t), self._left(s, k))
             inner = (self._steps(s, k - 1), self._level_shift(t, k - 1))
             self._relax(best, room, replayed, rest, inner)
@@ -253,6 +275,20 @@ class ChainProgram:
                     seconds = option.seconds + here.pass_seconds
                     self._relax(best, need, seconds, (tail, held + self.grains(option.held_bytes)))
         return best
+
+    def _pass_seconds(self, s: int, k: int) -> float:
+        """Time of a replay from the inputs of s to those of k."""
+        return self._until[k] - self._until[s] if self._dead[k] == self._dead[s] else float("inf")
+
+    def _pass_room(self, s: int, k: int, t: int) -> int:
+        """Grains that this replay needs before the backward of t, relative to its level."""
+        links = self.links
+        highs = self._highs.setdefault(s, [links[s].pass_bytes])
+        mine = {i.storage for i in links[s].inputs}
+        for j in range(s + len(highs), k):
+            new = sum(i.nbytes for i in links[j].inputs if i.storage not in mine)
+            highs.append(max(highs[-1], links[j].pass_bytes + new))
+        return self.grains(links[t].start_bytes + links[s].input_bytes + highs[k - s - 1])
 
     def _level_shift(self, t: int, k: int) -> int:
         """Grains by which the level of stage k lies above that of t."""
@@ -270,22 +306,24 @@ class ChainProgram:
             for option in here.options:
                 shift = held + self.grains(option.held_bytes)
                 self._relax(best, self._need(s, option, True), option.seconds, (steps[s + 1], shift))
-            room = 0
-            for k in range(s + 1, count + 1):
+            for k in splits(s, count):
                 inner = self._steps(s, k - 1)
                 if not np.isfinite(inner.last):
                     break
-                room = max(room, self._front(s, k - 1))
+                room = self._front(s, k)
                 self._relax(best, room, 0.0, (steps[k], self._left(s, k)), (inner, self._absolute(k - 1)))
             tables[s] = best
             steps[s] = _Steps(best)
         return tables
 
-    def _front(self, s: int, j: int) -> int:
-        """Grains that the forward of stage j needs while it drops everything since the inputs of s."""
-        link = self.links[j]
-        inputs = sum(i.nbytes for i in self.links[s].inputs if i.held_until < link.forward_stop)
-        return self.grains(link.forward_high + link.forward_level + inputs - self.low)
+    def _front(self, s: int, k: int) -> int:
+        """Grains that the real forward of stages s..k-1 needs while it drops everything since the inputs of s."""
+        highs = self._fronts.setdefault(s, [])
+        for link in self.links[s + len(highs) : k]:
+            inputs = sum(i.nbytes for i in self.links[s].inputs if i.held_until < link.forward_stop)
+            high = link.forward_high + link.forward_level + inputs
+            highs.append(max(highs[-1], high) if highs else high)
+        return self.grains(highs[k - s - 1] - self.low)
 
     def _absolute(self, t: int) -> int:
         """Grains by which the level of stage t lies above zero: tables of segments that end in it are relative to that."""
@@ -311,12 +349,11 @@ class ChainProgram:
                 if total <= value + _TINY and (chosen is None or option.peak_bytes < chosen[0]):
                     chosen = (option.peak_bytes, s + 1, StageEntry(stage=s, option=option), rest)
             if chosen is None:
-                room = 0
-                for k in range(s + 1, count + 1):
+                for k in splits(s, count):
                     inner = self._steps(s, k - 1)
                     if not np.isfinite(inner.last):
                         break
-                    room = max(room, self._front(s, k - 1))
+                    room = self._front(s, k)
                     rest = m - self._left(s, k)
                     relative = m - self._absolute(k - 1)
                     if rest < 0 or room > m or relative < 0:
@@ -366,13 +403,11 @@ class ChainProgram:
         return None
 
     def _segment_step(self, s: int, t: int, m: int, value: float) -> tuple[StageEntry | SegmentEntry, int, int] | None:
-        links = self.links
-        replayed = 0.0
-        room = 0
-        for k in range(s + 1, t + 1):
-            replayed += links[k - 1].pass_seconds
-            private = links[k - 1].pass_bytes + self._extra(s, k - 1)
-            room = max(room, self.grains(links[t].start_bytes + links[s].input_bytes + private))
+        for k in splits(s, t):
+            replayed = self._pass_seconds(s, k)
+            if not np.isfinite(replayed):
+                break
+            room = self._pass_room(s, k, t)
             rest = m - self._left(s, k)
             inner_at = m - self._level_shift(t, k - 1)
             if rest < 0 or inner_at < 0 or room > m:

@@ -42,6 +42,16 @@ class Model:
         """Stages of the longest pass."""
         return max((len(p.kinds) for p in self.parts), default=0)
 
+    @property
+    def forward_ops(self) -> int:
+        """Ops of all passes."""
+        return sum(len(stage.ops) for part in self.parts for stage in part.chain.stages)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time of all passes."""
+        return self.graph.seconds(o for part in self.parts for stage in part.chain.stages for o in stage.ops)
+
     def links(self, part: Part, menus: dict[int, list[Option]]) -> tuple[Link, ...]:
         """The chain of a pass for the dynamic program, with `menus` or `bounds`."""
         result: list[Link] = []

@@ -92,7 +92,8 @@ def frontier(step: Step, points: int = 20) -> list[OptimalResult]:
 
 def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, layers: list[str]) -> None:
     _tighten(bench, view, budget_bytes, deadline, layers)
-    _round_down(bench, view, budget_bytes, deadline)
+    if view.near is not view.upper:
+        _round_down(bench, view, budget_bytes, deadline)
     # What the chain charges twice leaves room: ask for more, as long as the judge agrees.
     for grains in (1, 2, 4, 8, 16):
         if time.perf_counter() > deadline:

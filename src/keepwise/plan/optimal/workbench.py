@@ -31,6 +31,9 @@ MAX_NAMED_OPS = 20_000
 LONG_CHAIN = 24
 """Stages from which on grains are coarse."""
 
+MAX_FLOOR_OPS = 300_000
+"""The smallest peak of very long chains is sought among plans that replay about as many ops, or 4 forward passes."""
+
 MAX_WHOLE_STORAGES = 8
 """Passes that save at most as many storages are also planned without cuts."""
 
@@ -107,8 +110,9 @@ class Workbench:
     def floor(self) -> Candidate:
         """The plan with the smallest peak that is known."""
         for view in self.views:
+            most = view.model.forward_seconds * max(4.0, MAX_FLOOR_OPS / max(view.model.forward_ops, 1))
             for program in (view.upper, view.near):
-                smallest = program.smallest()
+                smallest = program.smallest(most)
                 if (
                     smallest is not None
                     and smallest < self.candidates[0].peak_bytes
@@ -140,10 +144,13 @@ def workbench(step: Step) -> Workbench:
 
 def _view(model: Model, high: int) -> View:
     grain = _grain(model, high)
+    near = Programs(model, model.menus, high=high, grain=grain, rounding="down")
+    # In a long chain, rounding up adds up to more than it saves the judge.
+    long = model.num_stages >= LONG_CHAIN
     return View(
         model=model,
-        upper=Programs(model, model.menus, high=high, grain=grain, rounding="up"),
-        near=Programs(model, model.menus, high=high, grain=grain, rounding="down"),
+        upper=near if long else Programs(model, model.menus, high=high, grain=grain, rounding="up"),
+        near=near,
         lower=Programs(model, model.bounds, high=high, grain=grain, rounding="down"),
     )
 

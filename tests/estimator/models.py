@@ -52,7 +52,10 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, **_TEXT, "intermediate_size": 96, "num_local_experts": 4}),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-        {**_GROUPED, **_TEXT, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 4, "num_experts_per_tok": 2},
+        {
+            **_GROUPED, **_TEXT, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
@@ -76,7 +79,10 @@ FAMILIES: dict[str, Family] = {
         {**_WIDE, **_TEXT, "intermediate_size": 256, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
     "bert-dropout": Family("BertForMaskedLM", "BertConfig", {**_WIDE, **_TEXT, "intermediate_size": 256}),
-    "vit": Family("ViTForImageClassification", "ViTConfig", {**_WIDE, "intermediate_size": 256, "image_size": 32, "patch_size": 8, "num_labels": 10}, inputs="image"),
+    "vit": Family(
+        "ViTForImageClassification", "ViTConfig",
+        {**_WIDE, "intermediate_size": 256, "image_size": 32, "patch_size": 8, "num_labels": 10}, inputs="image",
+    ),
     "t5": Family(
         "T5ForConditionalGeneration", "T5Config",
         {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 2, "num_heads": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0, **_TEXT},

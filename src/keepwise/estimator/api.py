@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from keepwise._errors import UsageError
 from keepwise.estimator.answer import Estimate
 from keepwise.estimator.compute import Estimator
-from keepwise.estimator.families import read
+from keepwise.estimator.families import FAMILIES, read
 from keepwise.estimator.policy import Policy, parse_policy
 from keepwise.estimator.rule import FUSED_BYTES, INPUT_BYTES
 from keepwise.estimator.setup import Setup, lora_targets
@@ -164,6 +164,8 @@ def architecture_of(
         return read(config if isinstance(config, Mapping) else _load(Path(config)))
     if layers is None or width is None or heads is None:
         raise UsageError("plain shapes need layers, width and heads")
+    if family not in FAMILIES:
+        raise UsageError(f"family {family!r} is not known; known: {', '.join(FAMILIES)}")
     if width % heads:
         raise UsageError(f"width {width} is not divisible by {heads} heads")
     gated = family not in _GPT_LIKE

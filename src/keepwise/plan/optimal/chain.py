@@ -36,6 +36,10 @@ NUM_SPLITS = 40
 """Longer ones at as many places."""
 
 
+MAX_LENGTH = 256
+"""No segment has more stages: in a longer chain some inputs are held, whatever the budget."""
+
+
 def splits(first: int, last: int) -> list[int]:
     """Where a pass over stages `first..last` may leave its next inputs: all of `first + 1..last`, or a sample of them.
 
@@ -232,7 +236,7 @@ class ChainProgram:
         count = len(self.links)
         links = self.links
         for t in range(count):
-            for s in range(t, -1, -1):
+            for s in range(t, max(t - MAX_LENGTH, -1), -1):
                 # All inputs, also those that end here: a stage whose input exists anyway has none, and leaves nothing behind.
                 crossing = tuple((i.nbytes, min(self._crosses[i.storage], t) - s) for i in links[s].inputs)
                 if s == t:
@@ -306,7 +310,7 @@ class ChainProgram:
             for option in here.options:
                 shift = held + self.grains(option.held_bytes)
                 self._relax(best, self._need(s, option, True), option.seconds, (steps[s + 1], shift))
-            for k in splits(s, count):
+            for k in splits(s, min(s + MAX_LENGTH, count)):
                 inner = self._steps(s, k - 1)
                 if not np.isfinite(inner.last):
                     break
@@ -349,7 +353,7 @@ class ChainProgram:
                 if total <= value + _TINY and (chosen is None or option.peak_bytes < chosen[0]):
                     chosen = (option.peak_bytes, s + 1, StageEntry(stage=s, option=option), rest)
             if chosen is None:
-                for k in splits(s, count):
+                for k in splits(s, min(s + MAX_LENGTH, count)):
                     inner = self._steps(s, k - 1)
                     if not np.isfinite(inner.last):
                         break

@@ -1,0 +1,153 @@
+"""Each recipe trains as the same program without Keepwise does: losses and final weights, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .page import plain, program, titles
+
+OWN_LOOP = "A loop of your own, with gradient accumulation"
+TRAINER = "Hugging Face Trainer"
+LORA = "LoRA with PEFT"
+LIGHTNING = "Lightning"
+DDP = "Several processes with DDP"
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run(code: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(code, "recipes.md", "exec"), namespace)
+    return namespace
+
+
+def both(code: str) -> Any:
+    """Run the program and its plain form, compare them, and return the plan."""
+    without = run(plain(code))
+    assert not any("keepwise" in name.lower() or name == "plan" for name in without)
+    got = run(code)
+    assert len(got["losses"]) >= 4
+    assert len(set(got["losses"])) > 1, "it trains"
+    assert got["losses"] == without["losses"]
+    assert same(got["model"].state_dict(), without["model"].state_dict())
+    plan = got["plan"] if "plan" in got else got["keepwise_callback"].plan
+    assert plan.peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert plan.dropped_bytes > 0
+    assert plan.stats.num_replays > 0
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KEEPWISE", raising=False)
+
+
+def test_every_recipe_is_tested():
+    assert titles() == [OWN_LOOP, TRAINER, LORA, LIGHTNING, DDP]
+
+
+def test_own_loop():
+    plan = both(program(OWN_LOOP))
+    assert plan.stats.num_deviations == 0
+
+
+def test_trainer():
+    pytest.importorskip("transformers")
+    plan = both(program(TRAINER))
+    assert 1 <= plan.runner.chooser.num_plans <= 6
+
+
+def test_lora():
+    pytest.importorskip("peft")
+    plan = both(program(LORA))
+    assert plan.stats.num_deviations == 0
+    assert plan.static_bytes < plan.plain_peak_bytes / 2, "activations are the largest part"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning's use of torch
+def test_lightning():
+    pytest.importorskip("lightning")
+    plan = both(program(LIGHTNING))
+    assert any(d.path.startswith("module.network.") for d in plan.decisions)
+
+
+_DRIVER = """
+import os, pathlib, sys
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = sys.argv[1]
+for place in sys.argv[2:]:
+    folder, os.environ["MASTER_PORT"] = place.split("=")
+    os.chdir(folder)
+    exec(compile(pathlib.Path("train.py").read_text(), "train.py", "exec"), {"__name__": "__main__"})
+"""
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for s in found:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in found]
+
+
+def ddp(programs: dict[str, str], folder: Path) -> dict[str, list[Any]]:
+    """Run each program in the same two processes: its (losses, weights) by rank."""
+    for name, code in programs.items():
+        (folder / name).mkdir()
+        (folder / name / "train.py").write_text(code)
+    ports = free_ports(len(programs))
+    places = [f"{folder / name}={port}" for name, port in zip(programs, ports, strict=True)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _DRIVER, str(rank), *places],
+            env={**os.environ, **shared},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=150)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
+    for rank, text in enumerate(said):
+        planned = sum("keepwise" in code for code in programs.values())
+        assert text.count(f"rank {rank}: keepwise: ") == planned, text
+    return {name: [torch.load(folder / name / f"result-{rank}.pt") for rank in range(2)] for name in programs}
+
+
+def test_ddp(tmp_path):
+    code = program(DDP)
+    wrap = "    model = DistributedDataParallel(network)\n"
+    assert code.count(wrap) == 1
+    before = code.replace(wrap, "").replace("    losses = []\n", wrap + "    losses = []\n")
+    programs = {
+        "plain": plain(code),
+        "inside": code,
+        "wrapped": code.replace("keepwise.fit(network,", "keepwise.fit(model,"),
+        "before": before.replace("torch.optim.SGD(model.", "torch.optim.SGD(network."),
+    }
+    assert len(set(programs.values())) == 4
+    results = ddp(programs, tmp_path)
+    expected = results["plain"]
+    assert same(expected[0][1], expected[1][1]), "the processes stay together"
+    assert expected[0][0] != expected[1][0], "on batches of their own"
+    for name, got in results.items():
+        for rank in range(2):
+            assert got[rank][0] == expected[rank][0], (name, rank)
+            assert same(got[rank][1], expected[rank][1]), (name, rank)

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 Tensor = torch.Tensor
 Namer = Callable[[Tensor], str]
@@ -42,8 +43,12 @@ def alias_in_pack(t: Tensor) -> Tensor:
     """The same for use inside a pack hook, where a dispatch mode of ours may be active."""
     if not t.requires_grad or t.is_leaf:
         return t
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return t.detach()
+    with torch._C.DisableTorchFunction():
+        if type(t) is Tensor:
+            with torch._C._DisableTorchDispatch():
+                return t.detach()
+        with _disable_current_modes():  # a subclass detaches by a rule of its own
+            return t.detach()
 
 
 def version_of(t: Tensor) -> int:

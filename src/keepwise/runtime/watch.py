@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from keepwise.runtime import aside
 from keepwise.runtime.calls import storage_key, tensors_out
 from keepwise.runtime.geometry import Geometry
-from keepwise.runtime.holding import ForeignSave, KeptSave, Namer
+from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias_in_pack
 from keepwise.runtime.replay import DroppedSave
 from keepwise.runtime.stats import StepStats
 
@@ -152,9 +152,8 @@ class Watch(TorchDispatchMode):
         if foreign[1] is unpack:  # a region inside a planned model: the plan decides
             return foreign[0](t)
         self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
-        with torch._C._DisableTorchDispatch():
-            detached = t.detach() if t.requires_grad and not t.is_leaf else t
-        return ForeignSave(foreign[0](detached), foreign[1])
+        with _disable_current_modes():  # what the user's hook does is no part of the step that was recorded
+            return ForeignSave(foreign[0](alias_in_pack(t)), foreign[1])
 
 
 def innermost_hooks() -> Hooks | None:

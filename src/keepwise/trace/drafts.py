@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ class SaveDraft:
 class Saved:
     """What autograd holds instead of a saved tensor."""
 
-    __slots__ = ("__weakref__", "copy", "geometry", "incarnation", "index", "kept")
+    __slots__ = ("__weakref__", "copy", "foreign", "geometry", "incarnation", "index", "kept")
 
     def __init__(self, index: int, incarnation: Incarnation) -> None:
         self.index = index
@@ -80,6 +81,8 @@ class Saved:
         """The tensor itself, where it is held anyway or cannot be copied away."""
         self.copy: Copy | None = None
         self.geometry: Geometry | None = None
+        self.foreign: tuple[Any, Callable[[Any], Tensor]] | None = None
+        """What the user's own hooks made of it, and how they undo that."""
 
 
 class Visits:

@@ -87,7 +87,11 @@ def record(
     def on_root(begins: bool) -> None:
         if begins:
             calls.append([len(recorder.ops), -1])
-        elif calls:
+            if recorder.saved.model_begins():
+                recorder.foreign_hooks[""] = None
+            return
+        recorder.saved.model_ends()
+        if calls:
             calls[-1][1] = len(recorder.ops)
 
     paths.on_root = on_root

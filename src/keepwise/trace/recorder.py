@@ -25,7 +25,7 @@ from keepwise.trace.admission import Admission, Effects, schema_effects
 from keepwise.trace.calibration import counts_of, is_dense, unshared_counts
 from keepwise.trace.drafts import OpDraft, current_node
 from keepwise.trace.paths import PathTracker, source_line
-from keepwise.trace.saved import SavedTensors
+from keepwise.trace.saved import SavedTensors, is_checkpoint
 from keepwise.trace.signature import signature_of
 from keepwise.trace.values import Incarnation, ValueTable, storage_of
 
@@ -143,8 +143,7 @@ class Recorder(TorchDispatchMode):
         op.source = source_line()
         other = self.saved.other()
         if other is not None:
-            is_checkpoint = getattr(other, "__module__", "") == "torch.utils.checkpoint"
-            (self.checkpoints if is_checkpoint else self.foreign_hooks)[op.path] = None
+            (self.checkpoints if is_checkpoint(other) else self.foreign_hooks)[op.path] = None
 
     # ------------------------------------------------------------------ the op
 

@@ -9,6 +9,9 @@ Notes:
 3. A restored tensor that requires grad is detached by autograd right away. That op exists only because of our hooks: it is not
    written down.
 4. `torch.func` transforms switch hooks off, and refuse to where some are active: ours step aside for their duration.
+5. Of several pairs only the innermost sees a tensor. Where the user's own are active around the model, ours go on top for the
+   duration of its forward, as they do under a plan, and pass on what they are given; a tensor that comes back changed (a lossy
+   store) must be kept. What `torch.utils.checkpoint` put there is left alone: it counts what it sees.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import NO_OP
+from keepwise.trace.admission import same_bytes
 from keepwise.trace.drafts import OpDraft, Saved, SaveDraft, Visits, WeakTensor, current_node
 from keepwise.trace.paths import PathTracker, source_line
 from keepwise.trace.spill import Copy, Geometry, can_spill
@@ -31,6 +35,7 @@ from keepwise.trace.values import Incarnation, TensorObject, ValueTable, storage
 Tensor = torch.Tensor
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 _DETACH = torch.ops.aten.detach.default
 
@@ -53,6 +58,8 @@ class SavedTensors:
         self._restored: tuple[WeakTensor, TensorObject] | None = None
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
         self._handles: set[weakref.ref[Saved]] = set()
+        self._outer: list[Hooks | None] = []
+        """For each running call of the model: the user's hooks that ours lie on."""
 
     # ------------------------------------------------------------------ for the mode
 
@@ -98,6 +105,26 @@ class SavedTensors:
                     self.saves[saved.index].value = self._table.read(t)
         self._fresh.clear()
 
+    def model_begins(self) -> bool:
+        """The model's forward begins: be innermost (note 5). Whether hooks of the user's were."""
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        if (
+            top is None
+            or self.are_innermost()
+            or is_checkpoint(top[0])
+            or not _autograd._saved_tensors_hooks_is_enabled()
+        ):
+            self._outer.append(None)
+            return False
+        self._outer.append((top[0], top[1]))
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        return True
+
+    def model_ends(self) -> None:
+        """The model's forward is over, or has failed."""
+        if self._outer and self._outer.pop() is not None and self.are_innermost():
+            _autograd._pop_saved_tensors_default_hooks()
+
     # ------------------------------------------------------------------ hooks
 
     def pack(self, t: Tensor) -> Saved:
@@ -123,6 +150,10 @@ class SavedTensors:
                 self._packed.setdefault(draft.id, weakref.WeakSet()).add(saved)
             self._fresh.append((saved, weakref.ref(t)))
             self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
+            outer = self._outer[-1] if self._outer else None
+            if outer is not None:
+                with _disable_current_modes():
+                    saved.foreign = (outer[0](_detached(t)), outer[1])
             return saved
 
     def unpack(self, saved: Saved) -> Tensor:
@@ -140,6 +171,8 @@ class SavedTensors:
                 if self._paths.depth or self.builds_graph():
                     save.in_forward = True
             t, entry = self._restore(saved, save)
+            if saved.foreign is not None:
+                t, entry = self._returned(saved, t, entry)
             self._restored = (weakref.ref(t), entry)
             return t
 
@@ -163,6 +196,19 @@ class SavedTensors:
             draft = saved.incarnation.draft
             incarnation = table.add_copy(t, draft, len(draft.writers))
         return t, table.bind(t, incarnation, producer=NO_OP, like=like)
+
+    def _returned(self, saved: Saved, t: Tensor, entry: TensorObject) -> tuple[Tensor, TensorObject]:
+        """What the user's own hooks give back (note 5)."""
+        assert saved.foreign is not None
+        packed, unpack = saved.foreign
+        with _disable_current_modes():
+            back = unpack(packed)
+            if _is_same(t, back):
+                return t, entry
+        draft, table = saved.incarnation.draft, self._table
+        draft.keep("the user's own hooks on saved tensors change it")
+        incarnation = table.find(back) or table.add_copy(back, draft, len(draft.writers))
+        return back, table.bind(back, incarnation, producer=NO_OP, like=entry)
 
     def _copy(self, storage: torch.UntypedStorage, incarnation: Incarnation) -> Copy:
         key = (incarnation.draft.id, incarnation.version)
@@ -231,9 +277,27 @@ class SavedTensors:
         _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = step_aside, step_in
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-                yield
+                try:
+                    yield
+                finally:
+                    while self._outer:
+                        self.model_ends()
         finally:
             _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable = disable, enable
+
+
+def is_checkpoint(hook: Any) -> bool:
+    """Whether a hook belongs to `torch.utils.checkpoint`."""
+    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit, strides included."""
+    if a is b:
+        return True
+    if not can_spill(a) or not can_spill(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return a.stride() == b.stride() and same_bytes(a, b)
 
 
 def _detached(t: Tensor) -> Tensor:

@@ -165,3 +165,17 @@ def test_every_droppable_storage_of_a_transformer_has_a_recipe_from_the_leaves()
     for s in droppable(step):
         reads = tables_of(step).reads_of[s]
         assert find_recipe(step, values={r.value for r in reads}, start=reads[0].first)
+
+
+def test_statistics_that_are_an_activation_are_an_obstacle_also_where_their_writer_is_replayed_for_something_else() -> None:
+    """Instance norm moves repeated copies of its statistics, and autograd saves those."""
+    b = StepBuilder()
+    x = b.input(8)
+    mean = b.one(b.input(4), size=4, target="aten.repeat.default")
+    y = b.batch_norm(x, mean, size=8, reads_mean=False)
+    step = check_step(b.build(b.one(y, mean, size=4, save=[y, mean])))
+    reads = [r for r in tables_of(step).reads if r.storage in (y.storage, mean.storage)]
+    for values in itertools.permutations({r.value for r in reads}):
+        recipe = find_recipe(step, values=values, start=reads[0].first)
+        assert isinstance(recipe, NoRecipe)
+        assert [o.storage for o in recipe.obstacles] == [mean.storage]

@@ -201,13 +201,11 @@ class _Search:
         return self.step.writers.get((v.storage, v.version), NO_OP)
 
     def _require(self, op: int, storage: int) -> None:
-        if op in self.ops:
-            return
         if op >= self.start:
             self._block(storage, f"op {op} runs only after the replay at {self.start}")
-        elif refusal := self._refusal(op, storage):
+        elif refusal := self._refusal(op, storage):  # also where the op is replayed already, for another storage
             self._block(storage, refusal)
-        else:
+        elif op not in self.ops:
             self.ops.add(op)
             self.stack.append(op)
 

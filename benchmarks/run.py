@@ -82,7 +82,9 @@ def measure(row: Row, step: Callable[[], object]) -> None:
     row.resident_bytes = rise.bytes
 
 
-def compare(name: str, policies: Sequence[str], budgets: Sequence[str], pairs: int) -> tuple[list[Row], dict[str, float]]:
+def compare(
+    name: str, policies: Sequence[str], budgets: Sequence[str], pairs: int
+) -> tuple[list[Row], dict[str, float]]:
     """Measure everything on one target."""
     target = targets.build(name)
     target.step()
@@ -125,7 +127,11 @@ def compare(name: str, policies: Sequence[str], budgets: Sequence[str], pairs: i
         plan.apply(target.model)
         row.difference = first_difference(reference, outcome(target, "none"))
         plan.remove()
-        print(f"  {label}: {row.allocator_bytes / MIB:.0f} MiB, {row.difference or 'identical'}", file=sys.stderr, flush=True)
+        print(
+            f"  {label}: {row.allocator_bytes / MIB:.0f} MiB, {row.difference or 'identical'}",
+            file=sys.stderr,
+            flush=True,
+        )
     samples: dict[str, list[float]] = {k: [] for k in steps}
     for _ in range(pairs):
         for key, step in steps.items():
@@ -182,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=["gpt2"])
     parser.add_argument("--policies", default="none,full,every2,selective,selective2")
-    parser.add_argument("--budgets", default="", help="comma-separated sizes above static, or min; default: the stock peaks and min")
+    parser.add_argument(
+        "--budgets", default="", help="comma-separated sizes above static, or min; default: the stock peaks and min"
+    )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/TARGET.json and .md")

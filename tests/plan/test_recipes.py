@@ -167,7 +167,9 @@ def test_every_droppable_storage_of_a_transformer_has_a_recipe_from_the_leaves()
         assert find_recipe(step, values={r.value for r in reads}, start=reads[0].first)
 
 
-def test_statistics_that_are_an_activation_are_an_obstacle_also_where_their_writer_is_replayed_for_something_else() -> None:
+def test_statistics_that_are_an_activation_are_an_obstacle_also_where_their_writer_is_replayed_for_something_else() -> (
+    None
+):
     """Instance norm moves repeated copies of its statistics, and autograd saves those."""
     b = StepBuilder()
     x = b.input(8)

@@ -9,8 +9,8 @@ Semantics, in four rules. They are what `simulate` checks and what `runtime` doe
 2. A **window** replays `ops` (in index order, on private storages) immediately before moment `start`. An input of a replayed op
    is, in this order of preference: made earlier in the same replay; retained by an enclosing window; held from forward. Held
    from forward means one of: a parameter, buffer or input, or any storage in `held`, at the version that it has just before
-   `start`; a value in this window's `copies`. What is held only because a window reads it (it is in `held` but autograd does not save it, or reads it
-   earlier) is charged from birth until the last moment at which a save or a window reads it.
+   `start`; a value in this window's `copies`. What is held only because a window reads it (it is in `held` but autograd does not
+   save it, or reads it earlier) is charged from birth until the last moment at which a save or a window reads it.
 3. A replayed storage listed in `retain` lives until its last read inside the window: a save read at a moment in
    `[start, stop]`, or an inner window that starts there. Every other replayed storage dies within the replay, at its last use.
    `retain` names storages by their id in the plain step; the replay must leave them at the version that they have just before `start`.

@@ -350,7 +350,7 @@ class ChainProgram:
                 if rest < 0 or self._need(s, option, True) > m:
                     continue
                 total = option.seconds + float(self.root[s + 1][rest])
-                if total <= value + _TINY and (chosen is None or option.peak_bytes < chosen[0]):
+                if total <= value + _TINY * (1.0 + value) and (chosen is None or option.peak_bytes < chosen[0]):
                     chosen = (option.peak_bytes, s + 1, StageEntry(stage=s, option=option), rest)
             if chosen is None:
                 for k in splits(s, min(s + MAX_LENGTH, count)):
@@ -362,7 +362,7 @@ class ChainProgram:
                     relative = m - self._absolute(k - 1)
                     if rest < 0 or room > m or relative < 0:
                         continue
-                    if inner.at(relative) + float(self.root[k][rest]) <= value + _TINY:
+                    if inner.at(relative) + float(self.root[k][rest]) <= value + _TINY * (1.0 + value):
                         relative = min(relative, self.size - 1)
                         segment = SegmentEntry(first=s, last=k - 1, inner=self._plan_segment(s, k - 1, relative))
                         chosen = (0.0, k, segment, rest)
@@ -383,7 +383,9 @@ class ChainProgram:
                 options = [
                     o
                     for o in here.options
-                    if not o.held and self.grains(max(o.peak_bytes, here.gap_bytes)) <= m and o.seconds <= value + _TINY
+                    if not o.held
+                    and self.grains(max(o.peak_bytes, here.gap_bytes)) <= m
+                    and o.seconds <= value + _TINY * (1.0 + value)
                 ]
                 entries.append(StageEntry(stage=s, option=min(options, key=lambda o: o.peak_bytes)))
                 return Pass(entries=tuple(entries))
@@ -402,7 +404,7 @@ class ChainProgram:
                 rest = m - self._left(s, s + 1) - self.grains(option.held_bytes)
                 if rest < 0 or max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise)) > m:
                     continue
-                if tail.at(rest) + (option.seconds + here.pass_seconds) <= value + _TINY:
+                if tail.at(rest) + (option.seconds + here.pass_seconds) <= value + _TINY * (1.0 + value):
                     return StageEntry(stage=s, option=option), s + 1, rest
         return None
 
@@ -417,7 +419,7 @@ class ChainProgram:
             if rest < 0 or inner_at < 0 or room > m:
                 continue
             total = self._steps(k, t).at(rest) + self._steps(s, k - 1).at(inner_at) + replayed
-            if total <= value + _TINY:
+            if total <= value + _TINY * (1.0 + value):
                 inner = self._plan_segment(s, k - 1, min(inner_at, self.size - 1))
                 entry = (
                     inner.entries[0]

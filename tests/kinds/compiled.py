@@ -65,6 +65,7 @@ def _stays_compiled(records: Any) -> bool:
     shows=_stays_compiled,
     may_drop_nothing=True,
     opaque=True,
+    heavy=True,
 )
 def compiled_function_inside() -> Case:
     torch._dynamo.reset()

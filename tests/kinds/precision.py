@@ -222,7 +222,7 @@ def complex_parameters() -> Case:
     return case(Unitary(), torch.randn(4, 6))
 
 
-@PROGRAMS.add("booleans, small integers and indices are saved", ops=("topk", "gather", "aten.where"))
+@PROGRAMS.add("booleans, small integers and indices are saved", ops=("topk", "gather", "aten.where"), heavy=True)
 def integers_and_masks() -> Case:
     class Choosing(Block):
         def mix(self, h: torch.Tensor) -> torch.Tensor:
@@ -552,7 +552,9 @@ def views_of_one_storage() -> Case:
     return case(Stack(Square), torch.randn(8, 8, requires_grad=True))
 
 
-@PROGRAMS.add("one result split, chunked, unbound and put together in another order", ops=("split", "unbind"))
+@PROGRAMS.add(
+    "one result split, chunked, unbound and put together in another order", ops=("split", "unbind"), heavy=True
+)
 def split_and_joined() -> Case:
     class Splits(Block):
         def mix(self, h: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def sdpa_dropout() -> Case:
     return case(Stack(Attention, 2), torch.randn(2, 5, 8))
 
 
-@PROGRAMS.add("nn.MultiheadAttention and a transformer layer draw four masks a layer", ops=("bernoulli",))
+@PROGRAMS.add("nn.MultiheadAttention and a transformer layer draw four masks a layer", ops=("bernoulli",), heavy=True)
 def transformer_layers() -> Case:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
 

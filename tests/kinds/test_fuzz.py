@@ -45,7 +45,7 @@ def test_random_programs_under_the_stress_plan(spec: Spec) -> None:
 
 
 @needs_fit
-@settings(max_examples=40, **FIXED)
+@settings(max_examples=25, **FIXED)
 @given(specs(), st.sampled_from(PLANNERS))
 def test_random_programs_under_named_planners(spec: Spec, planner: str) -> None:
     _agrees(spec, f"planner {planner}")

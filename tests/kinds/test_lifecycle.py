@@ -388,7 +388,7 @@ def _objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["everything", pytest.param("min", marks=pytest.mark.slow)])
 def test_nothing_grows_over_500_steps(how: str) -> None:
     model, x = built()
     plan = planned(model, x, how)
@@ -409,7 +409,7 @@ def test_nothing_grows_where_backward_never_runs(how: str) -> None:
     for _ in range(5):
         model(x)
     tensors_before, objects_before = _census(), _objects()
-    for _ in range(200):
+    for _ in range(100):
         model(x)
     assert _census() <= tensors_before
     assert _objects() <= objects_before + 60
@@ -430,7 +430,7 @@ def test_nothing_grows_when_backward_fails(how: str) -> None:
     for _ in range(5):
         failing()
     before = _census()
-    for _ in range(100):
+    for _ in range(60):
         failing()
     assert _census() <= before
     same({"loss": _plain()["loss"]}, {"loss": outcome(built()[0], x)["loss"]})

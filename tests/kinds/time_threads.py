@@ -47,7 +47,7 @@ def _interleaved(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Ten
     return total
 
 
-@PROGRAMS.add("forwards and backwards of several micro-batches interleave", step=_interleaved)
+@PROGRAMS.add("forwards and backwards of several micro-batches interleave", step=_interleaved, heavy=True)
 def interleaved_pipeline() -> Case:
     return case(Stack(Dropping), *(torch.randn(n, 8) for n in (4, 4, 3, 4, 2)))
 
@@ -76,7 +76,7 @@ def _chained(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     return state.sum()
 
 
-@PROGRAMS.add("the output of one call is the input of the next, cut every second time", step=_chained)
+@PROGRAMS.add("the output of one call is the input of the next, cut every second time", step=_chained, heavy=True)
 def truncated_through_time() -> Case:
     return case(Stack(Dropping, 2), torch.randn(4, 8))
 

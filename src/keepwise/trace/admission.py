@@ -6,7 +6,7 @@ Notes:
    believed: batch normalisation writes its statistics and shows it in neither.
 2. Everything is remembered by signature, so that each distinct op pays once.
 3. Results without defined content (`empty`) are not compared.
-4. Ops that talk to other processes are never run twice.
+4. Ops that talk to other processes or are written in Python are never run twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from keepwise.ir import Phase
 from keepwise.runtime.calls import tensors_in, tensors_out, with_tensors
 from keepwise.runtime.clean import RandomState, call_with_state, clean, generator_of, is_random
-from keepwise.runtime.special import replay_arguments
+from keepwise.runtime.special import is_opaque, replay_arguments
 from keepwise.trace.flops import flops_of
 from keepwise.trace.spill import Geometry, can_spill
 from keepwise.trace.workspace import run_with_workspace
@@ -34,9 +34,6 @@ WARM_SECONDS = 0.02
 """Time spent on timing one signature; one run at least."""
 WARM_RUNS = 7
 
-_COMMUNICATES = frozenset(
-    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
-)
 _UNDEFINED = frozenset(
     (
         "empty",
@@ -327,10 +324,9 @@ def _wait(tensors: list[Tensor]) -> None:
 
 def _unfit(func: Any, tensors: list[Tensor]) -> str:
     """Why an op cannot even be tried."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return "a higher-order operator"
-    if func.namespace in _COMMUNICATES:
-        return "it talks to other processes"
+    reason = is_opaque(func)
+    if reason:
+        return reason
     if func is torch.ops.aten._local_scalar_dense.default:
         return ""
     for i, t in enumerate(tensors):

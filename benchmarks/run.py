@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import json
 import platform
@@ -88,14 +89,21 @@ def compare(
     """Measure everything on one target."""
     target = targets.build(name)
     target.step()
-    reference = outcome(target, "none")
+    initial = copy.deepcopy(target.model.state_dict())
+
+    def checked(policy: str) -> dict[str, torch.Tensor]:
+        """What a step leaves behind, always from the same state: running statistics move with every step."""
+        target.model.load_state_dict(initial)
+        return outcome(target, policy)
+
+    reference = checked("none")
     rows: dict[str, Row] = {}
     steps: dict[str, Callable[[], object]] = {}
     for policy in policies:
         row = rows[policy] = Row(name=policy, allocator_bytes=0, resident_bytes=0)
         steps[policy] = step_of(target, policy)
         measure(row, steps[policy])
-        row.difference = first_difference(reference, outcome(target, policy))
+        row.difference = first_difference(reference, checked(policy))
         print(f"  {policy}: {row.allocator_bytes / MIB:.0f} MiB", file=sys.stderr, flush=True)
     wanted = list(budgets) or [f"{rows[p].allocator_bytes}" for p in policies if p != "none"] + ["min"]
     static = 0
@@ -125,7 +133,7 @@ def compare(
         steps[label] = planned_step(target, plan)
         measure(row, steps[label])
         plan.apply(target.model)
-        row.difference = first_difference(reference, outcome(target, "none"))
+        row.difference = first_difference(reference, checked("none"))
         plan.remove()
         print(
             f"  {label}: {row.allocator_bytes / MIB:.0f} MiB, {row.difference or 'identical'}",

@@ -135,7 +135,10 @@ def test_empty_results_need_not_repeat() -> None:
 
 
 @pytest.fixture
-def library() -> Any:
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Operators written in Python that stand for kernels of an extension: those may be tried."""
+    monkeypatch.setattr("keepwise.trace.admission.is_opaque", lambda func: "")
+    monkeypatch.setattr("keepwise.trace.admission.is_python", lambda func: False)
     lib = torch.library.Library("keepwise_test", "FRAGMENT")
     yield lib
     lib._destroy()
@@ -166,6 +169,29 @@ def test_a_write_through_numpy_is_found(library: Any) -> None:
     assert written(step, find(step, "keepwise_test.bump.default")) == [24]
     assert np.array_equal(x.numpy(), np.ones(6)), "the real run happened once"
     assert y._version == version
+
+
+def test_what_an_op_written_in_python_does_is_measured_in_its_one_run() -> None:
+    calls = []
+
+    def bump(x: Tensor) -> Tensor:
+        calls.append(1)
+        x.numpy()[...] += 1.0
+        return x.sum()
+
+    lib = torch.library.Library("keepwise_test_python", "FRAGMENT")
+    try:
+        lib.define("bump(Tensor x) -> Tensor")
+        lib.impl("bump", bump, "CPU")
+        x = torch.zeros(6)
+        step = trace(lambda: torch.ops.keepwise_test_python.bump(x), inputs=x)
+        op = find(step, "keepwise_test_python.bump.default")
+        assert len(calls) == 1
+        assert written(step, op) == [24]
+        assert not op.replayable
+        assert "Python" in op.why_not
+    finally:
+        lib._destroy()
 
 
 def test_an_op_that_fails_when_run_again_is_kept(library: Any) -> None:

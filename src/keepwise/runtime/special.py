@@ -55,12 +55,16 @@ def is_opaque(func: Any) -> str:
         return "a higher-order operator"
     if func.namespace in _COMMUNICATES:
         return "it talks to other processes"
-    if _is_python(func):
+    if is_python(func):
         return "an operator written in Python, whose code runs once"
     return ""
 
 
-def _is_python(func: torch._ops.OpOverload) -> bool:
+@functools.cache
+def is_python(func: Any) -> bool:
+    """Whether an operator was registered from Python."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
     name = func._schema.name
     known = getattr(getattr(torch, "_library", None), "custom_ops", None)
     if name in getattr(known, "OPDEFS", ()):

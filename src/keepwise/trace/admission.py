@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from keepwise.ir import Phase
 from keepwise.runtime.calls import tensors_in, tensors_out, with_tensors
 from keepwise.runtime.clean import RandomState, call_with_state, clean, generator_of, is_random
-from keepwise.runtime.special import is_opaque, replay_arguments
+from keepwise.runtime.special import is_opaque, is_python, replay_arguments
 from keepwise.trace.flops import flops_of
 from keepwise.trace.spill import Geometry, can_spill
 from keepwise.trace.workspace import run_with_workspace
@@ -196,6 +196,7 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     aliases = {t.untyped_storage()._cdata for t in tensors}
     if (
         not declared
+        and not is_python(func)
         and outputs
         and all(o is not None and can_spill(o) and o.untyped_storage()._cdata in aliases for o in outputs)
     ):
@@ -211,6 +212,8 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     effects = replace(
         effects, writes=tuple(i for i, t in enumerate(tensors) if t.untyped_storage()._cdata in by_storage)
     )
+    if is_python(func):  # note 4: what it does to its inputs is known by now
+        return result, seconds, replace(effects, replayable=False, why_not=is_opaque(func))
     return result, seconds, _replay(func, args, kwargs, tensors, twins, outputs, effects, state if random else None)
 
 
@@ -325,7 +328,7 @@ def _wait(tensors: list[Tensor]) -> None:
 def _unfit(func: Any, tensors: list[Tensor]) -> str:
     """Why an op cannot even be tried."""
     reason = is_opaque(func)
-    if reason:
+    if reason and not is_python(func):
         return reason
     if func is torch.ops.aten._local_scalar_dense.default:
         return ""

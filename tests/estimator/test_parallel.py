@@ -260,3 +260,11 @@ def test_everything_together_is_consistent():
 def test_wrong_options_are_refused_by_name(wrong, word):
     with pytest.raises(ValueError, match=word):
         estimate(**wrong)
+
+
+def test_the_batch_is_counted():
+    assert estimate(batch=3).categories.inputs == 3 * 512 * 16
+    images = keepwise.estimate({"model_type": "vit"}, batch=4)
+    assert images.categories.inputs == 4 * (3 * 224 * 224 * 2 + 8)
+    sound = keepwise.estimate({"model_type": "whisper"}, batch=2, sequence=100, precision="fp32")
+    assert sound.categories.inputs == 2 * (80 * 3000 * 4 + 100 * 8 + 100 * 8)

@@ -17,7 +17,7 @@ class Categories(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: int = 0
     """optimizer state and master copies."""
     weight_copies: int = 0
-    """narrow copies of weights that a step makes (autocast's cache, fp8)."""
+    """8-bit copies of weights (autocast's narrow copies are saved tensors and count as activations)."""
     communication: int = 0
     """gathered parameters and unreduced gradients of sharded training."""
     inputs: int = 0

@@ -22,6 +22,7 @@ def prelude_graph(architecture: Architecture, stack: Stack, context: Context, *,
     width, rows = architecture.width, context.rows
     wide = 4 if context.autocast else context.itemsize
     if stack.prelude == "tokens":
+        b.graph.input_bytes = 8 * rows
         index = b.enter("tokens", rows, 8, kind="index")
         if first and architecture.vocab:
             b.parameter("embeddings.tokens", architecture.vocab, width, split="tensor", role="table")
@@ -34,6 +35,7 @@ def prelude_graph(architecture: Architecture, stack: Stack, context: Context, *,
         x = b.value("embeddings.sum", rows * width, wide)
         b.op("embeddings.sum", "embeddings", [index], [x], saves)
     elif stack.prelude == "patches":
+        b.graph.input_bytes = stack.image_values * context.batch * context.weight_itemsize
         b.parameter("embeddings.patches", 1, stack.extra_parameters)
         x = b.value("embeddings.patches", rows * width, context.itemsize)
         casts = _prelude_casts(b, stack, stack.image_values * context.batch)
@@ -67,6 +69,7 @@ def _audio(b: Builder, stack: Stack, width: int) -> int:
     """Two convolutions with GELU over a mel spectrogram of twice the length (Whisper)."""
     frames = 2 * b.context.rows
     itemsize = b.context.itemsize
+    b.graph.input_bytes = frames * stack.audio_channels * b.context.weight_itemsize
     b.parameter("embeddings.convolutions", 1, stack.extra_parameters)
     first = b.value("embeddings.first", frames * width, itemsize)
     flops = 2.0 * frames * width * 3 * stack.audio_channels
@@ -110,6 +113,7 @@ def head_graph(architecture: Architecture, stack: Stack, context: Context, loss:
     if head.kind == "none":
         b.graph.exit = x
         return b.graph
+    b.graph.input_bytes = 8 * (context.batch if head.kind == "classifier" else context.rows)
     if head.kind == "classifier":
         return _classifier(b, x, head, width)
     if head.kind == "mlm":

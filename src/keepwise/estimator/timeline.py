@@ -135,7 +135,7 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
             optimizer=base.optimizer,
             weight_copies=base.weight_copies,
             communication=base.communication,
-            inputs=_input_bytes(entries, setup),
+            inputs=sum(p.graph.input_bytes for e in entries for p in e.pieces),
             kept_activations=kept,
             rebuilt_activations=rebuilt,
             logits=logits,
@@ -187,9 +187,3 @@ def _shared_bytes(entries: Sequence[Entry]) -> int:
 def _memory_gradient(piece: Piece) -> int:
     """Bytes of the gradient of the encoder's output, which grows while the decoder's backward runs."""
     return sum(v.num_bytes for v in piece.graph.values if v.shared and v.has_gradient)
-
-
-def _input_bytes(entries: Sequence[Entry], setup: Setup) -> int:
-    """Token numbers and labels, 8 bytes each."""
-    del entries
-    return 2 * 8 * setup.batch * setup.sequence // setup.context_parallel

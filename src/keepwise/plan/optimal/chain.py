@@ -75,6 +75,8 @@ class Link:
     kind: int
     """Equal for stages that are the same problem."""
     options: tuple[Option, ...]
+    forward_bytes: tuple[int, ...]
+    """High water of the stage's forward above `forward_level` under each option, in bytes."""
     inputs: tuple[Held, ...]
     """What crosses the cut before it."""
     level: int
@@ -217,13 +219,11 @@ class ChainProgram:
             tail = seconds + sum(steps.last for steps, _ in parts)
             np.minimum(best[stop:], tail, out=best[stop:])
 
-    def _need(self, s: int, option: Option, forward: bool) -> int:
-        """Grains that an option needs in its stage, on the absolute scale."""
+    def _need(self, s: int, number: int) -> int:
+        """Grains that an option needs in its stage in the first pass, on the absolute scale."""
         link = self.links[s]
-        need = max(option.peak_bytes, link.gap_bytes) + link.level
-        if forward:
-            need = max(need, option.forward_bytes + link.forward_level)
-        return self.grains(need - self.low)
+        need = max(link.options[number].peak_bytes, link.gap_bytes) + link.level
+        return self.grains(max(need, link.forward_bytes[number] + link.forward_level) - self.low)
 
     def _left(self, s: int, k: int) -> int:
         """Grains of the inputs of s that are not inputs of k too: what a pass leaves behind."""
@@ -307,9 +307,9 @@ class ChainProgram:
             best = np.full(self.size, np.inf)
             here = self.links[s]
             held = self._left(s, s + 1)
-            for option in here.options:
+            for number, option in enumerate(here.options):
                 shift = held + self.grains(option.held_bytes)
-                self._relax(best, self._need(s, option, True), option.seconds, (steps[s + 1], shift))
+                self._relax(best, self._need(s, number), option.seconds, (steps[s + 1], shift))
             for k in splits(s, min(s + MAX_LENGTH, count)):
                 inner = self._steps(s, k - 1)
                 if not np.isfinite(inner.last):
@@ -345,9 +345,9 @@ class ChainProgram:
             value = float(self.root[s][m])
             held = self._left(s, s + 1)
             chosen: tuple[float, int, StageEntry | SegmentEntry, int] | None = None
-            for option in here.options:
+            for number, option in enumerate(here.options):
                 rest = m - held - self.grains(option.held_bytes)
-                if rest < 0 or self._need(s, option, True) > m:
+                if rest < 0 or self._need(s, number) > m:
                     continue
                 total = option.seconds + float(self.root[s + 1][rest])
                 if total <= value + _TINY * (1.0 + value) and (chosen is None or option.peak_bytes < chosen[0]):

@@ -63,7 +63,13 @@ class Graph:
             for read in save.reads:
                 self.reads[storage].append((read.first, read.last))
                 self.last_read[storage] = max(self.last_read[storage], read.last)
-        self._needs: dict[int, tuple[Need, ...]] = {}
+        self._needs: list[tuple[Need, ...] | None] = [None] * len(step.ops)
+        self._copying: set[int] = set()
+        self._drawing = {op.index: op.rng_bytes for op in step.ops if op.random}
+        self._seconds = [op.seconds for op in step.ops]
+        self._replayable = [op.replayable for op in step.ops]
+        self._workspace = [op.workspace_bytes for op in step.ops]
+        self._writes = [op.writes for op in step.ops]
         self._makers: dict[int, tuple[int, ...] | None] = {}
         self._horizon = max((m for m in self.last_read), default=0)
         self.writes: list[list[int]] = [[] for _ in step.storages]
@@ -119,15 +125,17 @@ class Graph:
 
     def needs(self, op: int) -> tuple[Need, ...]:
         """Tensor arguments of an op, without those that are always at hand."""
-        found = self._needs.get(op)
+        found = self._needs[op]
         if found is None:
             needs: list[Need] = []
-            for value in self.step.ops[op].inputs:
+            for value in dict.fromkeys(self.step.ops[op].inputs):
                 storage = self.step.values[value].storage
                 settled, leaf = self.settled(value), self.is_leaf(storage)
                 if leaf and settled:
                     continue
                 copy = leaf and self.nbytes[storage] <= MAX_COPY_BYTES
+                if copy:
+                    self._copying.add(op)
                 makers = () if leaf else self.step.dependencies(value)
                 needs.append(Need(value=value, storage=storage, reference=settled, makers=makers, copy=copy))
             found = self._needs[op] = tuple(needs)
@@ -159,9 +167,9 @@ class Graph:
             if op in ops:
                 continue
             ops.add(op)
-            if not self.step.ops[op].replayable:
+            if not self._replayable[op]:
                 return None
-            for need in self.needs(op):
+            for need in self._needs[op] or self.needs(op):
                 if need.reference and need.storage in at_hand:
                     continue
                 if not need.makers and not need.copy:
@@ -171,7 +179,7 @@ class Graph:
 
     def seconds(self, ops: Iterable[int]) -> float:
         """Time of one run of `ops`."""
-        return sum(self.step.ops[o].seconds for o in ops)
+        return sum(map(self._seconds.__getitem__, ops))
 
     def read_by(self, ops: Collection[int], at_hand: Collection[int]) -> set[int]:
         """Storages at hand that a replay of `ops` reads from outside."""
@@ -183,10 +191,10 @@ class Graph:
         inside = set(ops)
         last: dict[int, int] = {}
         for op in ops:
-            for need in self.needs(op):
+            for need in self._needs[op] or self.needs(op):
                 if need.makers and inside.issuperset(need.makers):
                     last[need.storage] = op
-            for storage in self.step.ops[op].writes:
+            for storage in self._writes[op]:
                 last[storage] = op
         live = peak = 0
         dying: dict[int, int] = {}
@@ -196,16 +204,17 @@ class Graph:
                 if storage not in retain:
                     end = max(last.get(storage, op), op)
                     dying[end] = dying.get(end, 0) + self.nbytes[storage]
-            peak = max(peak, live + self.step.ops[op].workspace_bytes)
+            high = live + self._workspace[op]
+            if high > peak:
+                peak = high
             live -= dying.pop(op, 0)
         return peak
 
     def copies(self, ops: Iterable[int]) -> tuple[int, ...]:
         """Values that a replay of `ops` must find copied: one a version of a leaf that is written later."""
-        found: dict[tuple[int, int], int] = {}
-        ops = tuple(ops)
         inside = set(ops)
-        for op in ops:
+        found: dict[tuple[int, int], int] = {}
+        for op in sorted(self._copying & inside):
             for need in self.needs(op):
                 v = self.step.values[need.value]
                 writer = self.step.writers.get((v.storage, v.version), NO_OP)
@@ -215,7 +224,7 @@ class Graph:
 
     def carried_bytes(self, ops: Collection[int]) -> int:
         """Bytes that forward sets aside for a replay of `ops`: generator states and copies of leaves that are written later."""
-        states = sum(self.step.ops[o].rng_bytes for o in ops if self.step.ops[o].random)
+        states = sum(self._drawing.get(o, 0) for o in ops) if self._drawing else 0
         return states + sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
 
 

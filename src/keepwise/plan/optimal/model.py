@@ -55,6 +55,7 @@ class Model:
     def links(self, part: Part, menus: dict[int, list[Option]]) -> tuple[Link, ...]:
         """The chain of a pass for the dynamic program, with `menus` or `bounds`."""
         result: list[Link] = []
+        fronts: dict[tuple[int, bytes], tuple[int, ...]] = {}
         for stage, problem, kind in zip(part.chain.stages, part.problems, part.kinds, strict=True):
             hand = problem.at_hand
             made = set(stage.outputs) - set(stage.inputs)
@@ -63,10 +64,17 @@ class Model:
                 Held(storage=s, nbytes=problem.cost(s), held_until=self.graph.step.storages[s].held_until)
                 for s in stage.inputs
             )
+            front = (kind, problem.front.tobytes())
+            if front not in fronts:
+                if menus is self.menus:
+                    fronts[front] = tuple(problem.forward_peak(o.held) for o in menus[kind])
+                else:  # an optimistic option stands for others, which may hold other storages
+                    fronts[front] = (int(problem.front.max()),) * len(menus[kind])
             result.append(
                 Link(
                     kind=kind,
                     options=tuple(menus[kind]),
+                    forward_bytes=fronts[front],
                     inputs=inputs,
                     level=problem.level,
                     gap_bytes=problem.gap_bytes,

@@ -120,7 +120,7 @@ def _stages(graph: Graph, forward: Sequence[int], groups: list[Piece], wide: fro
         stop = forward[groups[i + 1][0]] if i + 1 < len(groups) else max(first, ops[-1] + 1)
         before = {s for s, _, _ in reads[i - 1]}.union(groups[i - 1][2]) if i > 0 else set[int]()
         shared = frozenset(before & mine)
-        key = (_key(graph, ops, inputs, outputs, own, nodes, first, last, stop), tuple(s in shared for s in inputs))
+        key = (_key(graph, ops, inputs, outputs, own, nodes, first, last), tuple(s in shared for s in inputs))
         stages.append(
             Stage(
                 index=i,
@@ -211,9 +211,8 @@ def _key(
     nodes: tuple[Node, ...],
     first: int,
     last: int,
-    forward_stop: int,
 ) -> tuple[object, ...]:
-    """Ops, wiring, bytes and the shape of base memory, all relative."""
+    """Ops, wiring, bytes and the shape of base memory in backward, all relative."""
     names: dict[int, int] = {}
 
     def name(storage: int) -> int:
@@ -244,8 +243,6 @@ def _key(
     base = graph.base[first : last + 1]
     between = graph.between[first : last + 1]
     level = int(base.min()) if len(base) else 0
-    front = graph.base[ops[0] : forward_stop]
-    front = front - front.min()
     return (
         tuple(wiring),
         tuple((name(s), graph.nbytes[s]) for s in inputs),
@@ -254,7 +251,6 @@ def _key(
         tuple((n.first - first, n.last - first, tuple(name(s) for s in n.storages)) for n in nodes),
         (base - level).tobytes(),
         (between - level).tobytes(),
-        front.tobytes(),
     )
 
 

@@ -113,13 +113,13 @@ def compare(
         seconds = time.perf_counter() - began
         if static == 0:
             static = plan.static_bytes
-            if budget != "min":
+            if budget != "min" and not budget.startswith("planner:"):
                 began = time.perf_counter()
                 plan = fitted(target, budget, static)
                 seconds = time.perf_counter() - began
         plan.remove()
         above = plan.peak_bytes - plan.static_bytes
-        label = "keepwise, smallest" if budget == "min" else f"keepwise <= {float_of(budget) / MIB:.0f}"
+        label = label_of(budget)
         row = rows[label] = Row(
             name=label,
             allocator_bytes=0,
@@ -159,10 +159,20 @@ def fitted(target: Target, budget: str, static: int) -> keepwise.Plan:
     """Fit for a budget above the static bytes."""
     target.model.zero_grad(set_to_none=False)
     with contextlib.redirect_stdout(sys.stderr), apply_stock(target.model, "none", blocks=target.blocks):
+        if budget.startswith("planner:"):
+            name = budget.removeprefix("planner:")
+            return keepwise.fit(target.model, target.args, target.kwargs, loss=target.loss, planner=name, budget="max")
         whole = "min" if budget == "min" else static + int(float_of(budget))
         return keepwise.fit(
             target.model, target.args, target.kwargs, loss=target.loss, budget=whole, on_infeasible="floor"
         )
+
+
+def label_of(budget: str) -> str:
+    """Name of a row."""
+    if budget.startswith("planner:"):
+        return f"keepwise, planner {budget.removeprefix('planner:')}"
+    return "keepwise, smallest" if budget == "min" else f"keepwise <= {float_of(budget) / MIB:.0f}"
 
 
 def float_of(budget: str) -> float:
@@ -197,7 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("targets", nargs="*", default=["gpt2"])
     parser.add_argument("--policies", default="none,full,every2,selective,selective2")
     parser.add_argument(
-        "--budgets", default="", help="comma-separated sizes above static, or min; default: the stock peaks and min"
+        "--budgets",
+        default="",
+        help="comma-separated sizes above static, min, or planner:NAME; default: the stock peaks and min",
     )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)

@@ -15,6 +15,7 @@ Notes:
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import threading
 import weakref
@@ -29,14 +30,11 @@ from keepwise._errors import KeepwiseError
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import Program
 from keepwise.runtime.stats import StepStats
+from keepwise.runtime.watch import can_watch
 
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 _PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-_hooks_are_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 class Chooser(Protocol):
@@ -78,15 +76,7 @@ class Runner:
 
     def is_active(self) -> bool:
         """Whether a forward that starts now should run under a guard."""
-        return (
-            self.num_paused == 0
-            and (not self.program.drops_nothing or self.chooser is not None)
-            and torch.is_grad_enabled()
-            and not torch.is_inference_mode_enabled()
-            and _hooks_are_enabled()
-            and _functorch_stack() is None
-            and not torch.compiler.is_compiling()
-        )
+        return self.num_paused == 0 and (not self.program.drops_nothing or self.chooser is not None) and can_watch()
 
     def begin(self) -> StepStats:
         """New statistics, for a forward pass or a `with plan:` that starts now."""
@@ -188,6 +178,8 @@ def _subclass(base: type) -> type:
         if not isinstance(reduced, tuple):
             return reduced
         make, arguments, *rest = reduced
+        if make is copyreg.__newobj__ and arguments[0] is made:  # `pickle` would insist on the object's present class
+            return (base.__new__, (base, *arguments[1:]), *rest)
         make = base if make is made else make
         return (make, tuple(base if a is made else a for a in arguments), *rest)
 

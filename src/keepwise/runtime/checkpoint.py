@@ -12,13 +12,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from keepwise._errors import UsageError
 from keepwise.runtime.region import Region
-
-_functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+from keepwise.runtime.watch import can_watch
 
 
 def checkpoint(
@@ -86,12 +84,7 @@ def _run(
     kwargs: dict[str, Any],
     context_fn: Callable[[], tuple[Any, Any]] | None,
 ) -> Any:
-    if (
-        not torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or _functorch_stack() is not None
-        or torch.compiler.is_compiling()
-    ):
+    if not can_watch():
         return function(*args, **kwargs)
     policy, context = None, None
     if context_fn is not None:

@@ -30,6 +30,9 @@ Tensor = torch.Tensor
 Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+_dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+_TRACERS: tuple[Any, ...] = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 _ref = weakref.ref
 
 
@@ -154,6 +157,22 @@ class Watch(TorchDispatchMode):
         self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
         with _disable_current_modes():  # what the user's hook does is no part of the step that was recorded
             return ForeignSave(foreign[0](alias_in_pack(t)), foreign[1])
+
+
+def can_watch() -> bool:
+    """Whether what runs now is a step of training that hooks and a mode may watch.
+
+    It is not where no gradients are recorded, where hooks are forbidden, in a functorch transform, or where a tracer runs the
+    model on tensors without contents (a compiler, fake tensors, `make_fx`).
+    """
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and _autograd._saved_tensors_hooks_is_enabled()
+        and _functorch_stack() is None
+        and not torch.compiler.is_compiling()
+        and all(_dispatch_mode(key) is None for key in _TRACERS)
+    )
 
 
 def innermost_hooks() -> Hooks | None:

@@ -1,0 +1,247 @@
+"""Putting a plan onto a model and taking it off."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import inspect
+import io
+import pickle
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import keepwise
+from keepwise.runtime import apply
+
+from .helpers import Chain, batch, differences, fit, made, step, twice
+
+T = TypeVar("T")
+
+
+class Named(Chain):
+    """A model whose class has everything that people look at."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Documented."""
+        return super().forward(x) * scale
+
+
+def test_the_class_looks_like_the_users_own() -> None:
+    model, x = made(Named), batch(3, 4)
+    before = set(vars(model))
+    fit(model, x)
+    assert isinstance(model, Named)
+    assert type(model).__name__ == "Named"
+    assert type(model).__qualname__ == Named.__qualname__
+    assert type(model).__module__ == __name__
+    assert type(model).__doc__ == Named.__doc__
+    assert inspect.signature(model.forward) == inspect.signature(Named().forward)
+    assert model.forward.__doc__ == "Documented."
+    assert set(vars(model)) == before
+    assert type(model).__mro__[1] is Named
+    assert repr(model) == repr(made(Named))
+
+
+def test_state_dicts_know_nothing_of_it() -> None:
+    model, x = made(Chain), batch(3, 4)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    fit(model, x)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    made(Chain, seed=3).load_state_dict(after)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "copy", "pickle", "torch.save"])
+def test_a_copy_is_a_plain_model_that_computes_with_its_own_weights(copied: str) -> None:
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    if copied == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif copied == "copy":
+        twin = copy.copy(model)
+    elif copied == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert type(twin) is Chain
+    assert apply.runner_of(twin) is None
+    if copied == "copy":
+        return
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2.0)
+    plain = made(Chain)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(2.0)
+    assert not differences(step(plain, x), step(twin, x))
+    twice(plan, lambda: step(model, x))
+
+
+def test_a_moving_average_of_the_model_computes_with_its_own_weights() -> None:
+    model, x = made(Chain), batch(3, 4)
+    fit(model, x)
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda a, b, n: a * 0.5 + b * 0.5)
+    before = average(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(average(x), before)
+    average.update_parameters(model)
+    assert not torch.equal(average(x), before)
+
+
+def test_a_plan_goes_onto_another_instance_and_comes_off() -> None:
+    model, other, x = made(Chain), made(Chain, seed=7), batch(3, 4)
+    plan = fit(model, x)
+    assert plan.apply(other) is plan
+    twice(plan, lambda: step(other, x))
+    assert plan.stats.num_dropped
+    plan.remove()
+    assert type(model) is type(other) is Chain
+    plan.runner.reset()
+    step(other, x)
+    assert plan.stats.num_saved == 0
+    plan.remove()
+    plan.apply(other)
+    step(other, x)
+    assert plan.stats.num_dropped
+
+
+def test_a_second_plan_on_one_model_is_refused() -> None:
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    with pytest.raises(keepwise.KeepwiseError, match="remove"):
+        plan.apply(model)
+    fit(model, x)  # fit takes the old one off
+
+
+def test_another_architecture_is_refused_with_the_first_difference() -> None:
+    plan = fit(made(Chain), batch(3, 4))
+    with pytest.raises(keepwise.PlanMismatch, match=r"layers\.0\.weight"):
+        plan.apply(Chain(width=5))
+    frozen = Chain()
+    frozen.layers[1].bias.requires_grad_(False)
+    with pytest.raises(keepwise.PlanMismatch, match="frozen"):
+        plan.apply(frozen)
+
+
+class Wrapped(Chain):
+    """Mixed-precision wrappers and others put `forward` on the instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = self.forward
+        self.forward = lambda x: inner(x * 0.5)  # type: ignore[method-assign]
+
+
+def test_a_forward_on_the_instance_is_used_and_put_back() -> None:
+    model, x = made(Wrapped), batch(3, 4)
+    own = model.forward
+    plan = fit(model, x)
+    twice(plan, lambda: step(model, x))
+    assert plan.stats.num_dropped
+    plan.remove()
+    assert model.forward is own
+    assert type(model) is Wrapped
+
+
+class Registry(nn.Module):
+    """A base that keeps a list of its subclasses and asks for an argument."""
+
+    known: list[type] = []
+
+    def __init_subclass__(cls, *, tag: str, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        Registry.known.append(cls)
+
+
+class Registered(Registry, tag="a"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(self.a(x)))
+
+
+class Abstract(abc.ABC, nn.Module):
+    @abc.abstractmethod
+    def scale(self) -> float: ...
+
+
+class Concrete(Abstract, Generic[T]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def scale(self) -> float:
+        return 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(self.a(x)) * self.scale())
+
+
+@pytest.mark.parametrize("kind", [Registered, Concrete])
+def test_the_users_class_machinery_is_left_alone(kind: type[nn.Module]) -> None:
+    model, x = made(kind), batch(3, 4)
+    plan = fit(model, x)
+    assert isinstance(model, kind)
+    twice(plan, lambda: step(model, x))
+    assert plan.stats.num_dropped
+    assert Registry.known == [Registered]
+    assert type(copy.deepcopy(model)) is kind
+
+
+def test_paused_and_the_environment_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    plan.runner.reset()
+    with plan.paused():
+        step(model, x)
+    assert plan.stats.num_saved == 0
+    step(model, x)
+    assert plan.stats.num_dropped
+    other = made(Chain)
+    monkeypatch.setenv("KEEPWISE", "0")
+    inert = keepwise.fit(other, (x,), loss=lambda out: out.sum())
+    assert type(other) is Chain
+    assert inert.dropped_bytes == 0
+    plan.apply(other)
+    assert type(other) is Chain
+
+
+def test_without_gradients_nothing_is_watched() -> None:
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    plan.runner.reset()
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model(x)
+    assert plan.stats.num_ops == 0
+    model.eval()  # what decides is whether gradients are recorded
+    twice(plan, lambda: step(model, x))
+    assert plan.stats.num_dropped
+
+
+def test_a_tracer_sees_the_model_as_it_is() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = model(x).square().mean()
+        fake.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    exported = torch.export.export(model, (x,))
+    assert torch.equal(exported.module()(x), model(x))
+    twice(plan, lambda: step(model, x))

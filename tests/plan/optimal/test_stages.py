@@ -98,6 +98,7 @@ def test_the_enumerated_bound_is_below_every_option_of_the_stage() -> None:
 def test_the_tables_predict_the_judge() -> None:
     step = gpt_like(5)
     bench = workbench(step)
+    bench.prepare()
     view = bench.views[0]
     low, high = bench.floor().peak_bytes, bench.plain.peak_bytes
     for i in range(9):

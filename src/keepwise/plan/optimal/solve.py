@@ -45,7 +45,7 @@ def plan_optimal(
     Args:
         step: a steady training step.
         budget_bytes: bound on the peak of the whole step on its device, static bytes included.
-        time_limit: seconds after which the best plan so far is returned.
+        time_limit: seconds after which the best plan so far is returned; the step's model, made at the first call, is not cut short.
         tolerance: gap at which a plan counts as optimal.
         progress: called now and then with what is being done and the gap so far.
         candidates: schedules of other planners; the result is never worse than one of them that fits.
@@ -56,10 +56,14 @@ def plan_optimal(
     """
     began = time.perf_counter()
     bench = workbench(step)
-    layers = ["menus", "chain"]
-    if bench.plain.peak_bytes <= budget_bytes:
-        return _result(bench, budget_bytes, tolerance, began, layers)
+    layers: list[str] = []
     try:
+        if progress is not None:
+            progress("menus", float("inf"))
+        bench.prepare()
+        layers += ["menus", "chain"]
+        if bench.plain.peak_bytes <= budget_bytes:
+            return _result(bench, budget_bytes, tolerance, began, layers)
         for schedule in candidates:
             bench.offer(schedule)
         if candidates:
@@ -77,12 +81,14 @@ def plan_floor(step: Step) -> OptimalResult:
     """The plan with the smallest whole-step peak that the planner knows how to reach."""
     began = time.perf_counter()
     bench = workbench(step)
+    bench.prepare()
     return _result(bench, bench.floor().peak_bytes, 0.01, began, ["menus", "chain"])
 
 
 def frontier(step: Step, points: int = 20) -> list[OptimalResult]:
     """Plans at `points` budgets from the floor to the plain peak, ascending."""
     bench = workbench(step)
+    bench.prepare()
     low, high = bench.floor().peak_bytes, bench.plain.peak_bytes
     budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
     for budget in reversed(budgets):

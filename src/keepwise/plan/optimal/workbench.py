@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepwise.ir import Schedule, Step
+from keepwise.plan.droppable import formally_droppable
 from keepwise.plan.named import get_planner
 from keepwise.plan.optimal.assemble import assemble
 from keepwise.plan.optimal.graph import Graph
@@ -66,12 +67,25 @@ class Workbench:
 
     step: Step
     plain: Timeline
-    views: tuple[View, ...]
+    views: tuple[View, ...] = ()
     candidates: list[Candidate] = field(default_factory=list)
     """No one beaten by another in peak and time, by rising peak."""
     _tried: set[tuple[Programs, int]] = field(default_factory=set)
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
+
+    def prepare(self) -> None:
+        """Try the named planners and build the views, once. What was tried before an interruption is kept."""
+        if self.views:
+            return
+        if len(self.step.ops) <= MAX_NAMED_OPS:
+            for name in NAMED:
+                self.offer(get_planner(name).plan(self.step, None))
+        model = build_model(self.step)
+        views = [_view(model, self.plain.peak_bytes)]
+        if model.num_stages > 1 and _is_small(model.graph):
+            views.append(_view(build_model(self.step, whole=True), self.plain.peak_bytes))
+        self.views = tuple(views)
 
     def offer(self, schedule: Schedule) -> Candidate | None:
         """Let the judge see a schedule; None if it is refused."""
@@ -104,8 +118,8 @@ class Workbench:
         return None if roots is None else self.offer(assemble(view.model, roots))
 
     def bound(self, budget_bytes: int) -> float:
-        """Least added seconds at a budget that any view admits; infinite where none admits a plan."""
-        return min(view.lower.seconds(budget_bytes) for view in self.views)
+        """Least added seconds at a budget that any view admits; infinite where none admits a plan, 0 without views."""
+        return min((view.lower.seconds(budget_bytes) for view in self.views), default=0.0)
 
     def floor(self) -> Candidate:
         """The plan with the smallest peak that is known."""
@@ -124,20 +138,12 @@ class Workbench:
 
 
 def workbench(step: Step) -> Workbench:
-    """The workbench of a step, made at the first call and kept with the step."""
+    """The workbench of a step, made at the first call and kept with the step; `prepare` it before asking for plans."""
     table: dict[str, Any] = vars(step)
     if _KEY not in table:
-        plain = simulate(step)
-        model = build_model(step)
-        views = [_view(model, plain.peak_bytes)]
-        if model.num_stages > 1 and _is_small(model.graph):
-            views.append(_view(build_model(step, whole=True), plain.peak_bytes))
-        bench = Workbench(step=step, plain=plain, views=tuple(views))
-        held = tuple(sorted(model.graph.formal))
+        bench = Workbench(step=step, plain=simulate(step))
+        held = tuple(sorted(formally_droppable(step)))
         bench.offer(Schedule(held=held, planner="optimal", why="everything fits"))
-        if len(step.ops) <= MAX_NAMED_OPS:
-            for name in NAMED:
-                bench.offer(get_planner(name).plan(step, None))
         table[_KEY] = bench
     return table[_KEY]
 

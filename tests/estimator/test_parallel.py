@@ -268,3 +268,19 @@ def test_the_batch_is_counted():
     assert images.categories.inputs == 4 * (3 * 224 * 224 * 2 + 8)
     sound = keepwise.estimate({"model_type": "whisper"}, batch=2, sequence=100, precision="fp32")
     assert sound.categories.inputs == 2 * (80 * 3000 * 4 + 100 * 8 + 100 * 8)
+
+
+def test_a_tied_table_has_a_copy_on_the_last_stage():
+    """Megatron and DeepSpeed keep one on both; its gradient waits for nothing there."""
+    tied = {**LLAMA, "tie_word_embeddings": True}
+    table = 4096 * 1024
+    whole = estimate(tied)
+    assert whole.num_parameters == estimate().num_parameters - table
+    stages = estimate(tied, pipeline_parallel=2, accumulation=2)
+    held = sum(rank.peak.categories.parameters for rank in stages.ranks)
+    assert held == 2 * (whole.num_parameters + table)
+    # On one rank the head's part of the gradient is alive until the embeddings' backward adds its own.
+    names = {m.name: m.categories for m in whole.ranks[0].moments}
+    apart = {m.name: m.categories for m in estimate().ranks[0].moments}
+    difference = names["backward of a block"].temporaries - apart["backward of a block"].temporaries
+    assert difference == 2 * table

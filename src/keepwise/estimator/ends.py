@@ -141,8 +141,9 @@ def _classifier(b: Builder, x: int, head: Head, width: int) -> Graph:
 def _language_head(b: Builder, x: int, head: Head, width: int, loss: Loss) -> Graph:
     """Logits over the vocabulary and cross entropy: log-softmax keeps its result in fp32."""
     context, rows = b.context, b.context.rows
-    if not head.tied:
-        b.parameter("head.logits.weight", head.outputs, width, split="tensor", role="table")
+    b.parameter("head.logits.weight", head.outputs, width, split="tensor", role="table")
+    if head.tied:
+        b.graph.tied = b.graph.parameters.pop()
     if head.bias:
         b.parameter("head.logits.bias", head.outputs, split="tensor")
     gathered = b.boundary(x, "head.enter", "head", leave=False)

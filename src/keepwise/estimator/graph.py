@@ -153,7 +153,19 @@ class Walk(msgspec.Struct, frozen=True, kw_only=True):
 class Graph:
     """Operators in the order in which forward runs them."""
 
-    __slots__ = ("_saved", "_walk", "entry", "exit", "input_bytes", "name", "ops", "parameters", "user_held", "values")
+    __slots__ = (
+        "_saved",
+        "_walk",
+        "entry",
+        "exit",
+        "input_bytes",
+        "name",
+        "ops",
+        "parameters",
+        "tied",
+        "user_held",
+        "values",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -166,6 +178,8 @@ class Graph:
         """value that leaves."""
         self.user_held = 0
         """bytes that user code keeps until the step's end (the model's output)."""
+        self.tied: Parameter | None = None
+        """table that it reads and another piece owns (a tied output projection)."""
         self.input_bytes = 0
         """bytes of the batch that the piece reads (tokens, images, labels)."""
         self._saved: frozenset[int] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from keepwise._errors import UsageError
 from keepwise.estimator.context import Context
 from keepwise.estimator.ends import end_graph, head_graph, prelude_graph
-from keepwise.estimator.graph import Graph
+from keepwise.estimator.graph import Graph, Parameter
 from keepwise.estimator.layers import block_graph
 from keepwise.estimator.precision import precision_of
 from keepwise.estimator.setup import Setup
@@ -74,6 +75,15 @@ class Layouts:
                 head = head_graph(architecture, stack, context, setup.loss)
                 pieces.append(Piece(kind="head", graph=head, stack=stack.name))
         return pieces
+
+
+def parameters_on(pieces: Sequence[Piece]) -> list[list[Parameter]]:
+    """Parameters of each piece on one rank; a tied table whose owner is on another rank has a copy of its own here."""
+    owned = any(piece.kind == "embeddings" for piece in pieces)
+    return [
+        [*piece.graph.parameters, *([piece.graph.tied] if piece.graph.tied is not None and not owned else [])]
+        for piece in pieces
+    ]
 
 
 def _check_degrees(block: Block, setup: Setup) -> None:

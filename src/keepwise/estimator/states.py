@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from keepwise.estimator.graph import Parameter
-from keepwise.estimator.layout import Piece
+from keepwise.estimator.layout import Piece, parameters_on
 from keepwise.estimator.precision import QUANTISATIONS, Precision, optimizer_bytes, precision_of
 from keepwise.estimator.setup import Setup
 
@@ -37,9 +37,9 @@ def states(pieces: Sequence[Piece], setup: Setup) -> States:
     """Bytes of the pieces of one rank under sharding, precision, optimizer and offload."""
     weights = gradients = optimizer = copies = workspace = 0.0
     largest_weights = largest_gradients = 0.0
-    for piece in pieces:
+    for parameters in parameters_on(pieces):
         piece_weights = piece_gradients = 0.0
-        for p in piece.graph.parameters:
+        for p in parameters:
             shards = setup.shards // setup.expert_parallel if p.expert else setup.shards
             local = p.numel / p.divisor
             stored, gradient, kept = _copies(p, setup)
@@ -93,10 +93,18 @@ def _copies(p: Parameter, setup: Setup) -> tuple[float, float, float]:
     return stored, float(precision.gradient), kept
 
 
-def gradient_bytes(piece: Piece, setup: Setup) -> float:
-    """Bytes of the gradient buffers of one piece on one rank."""
+def waiting_bytes(pieces: Sequence[Piece], setup: Setup) -> int:
+    """Bytes of a tied table's gradient that waits, from the head's backward on, for the embeddings' part of it."""
+    tied = [piece.graph.tied for piece in pieces if piece.graph.tied is not None]
+    if not tied or not any(piece.kind == "embeddings" for piece in pieces):
+        return 0
+    return round(sum(p.numel / p.divisor * _copies(p, setup)[1] for p in tied))
+
+
+def gradient_bytes(parameters: Sequence[Parameter], setup: Setup) -> float:
+    """Bytes of the gradient buffers of some parameters on one rank."""
     total = 0.0
-    for p in piece.graph.parameters:
+    for p in parameters:
         shards = setup.shards // setup.expert_parallel if p.expert else setup.shards
         total += p.numel / p.divisor * _copies(p, setup)[1] / (shards if setup.zero >= 2 else 1)
     return total

@@ -12,10 +12,10 @@ import msgspec
 
 from keepwise.estimator.answer import Categories, Moment
 from keepwise.estimator.graph import Walk
-from keepwise.estimator.layout import Piece
+from keepwise.estimator.layout import Piece, parameters_on
 from keepwise.estimator.policy import Policy
 from keepwise.estimator.setup import Setup
-from keepwise.estimator.states import States, gradient_bytes
+from keepwise.estimator.states import States, gradient_bytes, waiting_bytes
 from keepwise.estimator.treatment import Cost, Treatment, keep_all, menu, treatments
 
 
@@ -125,7 +125,9 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
     others = round(max(0.0, in_flight - 1) * repeated) + beside
     output = sum(p.graph.user_held for e in entries for p in e.pieces) if setup.output_held else 0
     fresh = setup.gradients == "fresh" and setup.accumulation == 1
-    appearing = [sum(gradient_bytes(p, setup) for p in e.pieces) if fresh else 0.0 for e in entries]
+    pieces = [piece for entry in entries for piece in entry.pieces]
+    appearing = _appearing(entries, setup) if fresh else [0.0] * len(entries)
+    waiting = waiting_bytes(pieces, setup)
     best: dict[str, Moment] = {}
 
     def note(name: str, gradients: float, kept: int, rebuilt: int, logits: int, temporaries: int) -> None:
@@ -163,7 +165,7 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
             )
             note(
                 f"backward of {piece.kind if piece.kind != 'block' else 'a block'}",
-                later_gradients, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory,
+                later_gradients, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory + waiting,
             )  # fmt: skip
         before += bytes_
     if base.optimizer_workspace:
@@ -171,6 +173,12 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
     if fresh:
         note("after backward", sum(appearing), beside, 0, output, 0)
     return Timeline(moments=tuple(best.values()), kept_bytes=before, host_bytes=round(host))
+
+
+def _appearing(entries: Sequence[Entry], setup: Setup) -> list[float]:
+    """Gradient buffers that each entry's backward makes."""
+    parameters = iter(parameters_on([piece for entry in entries for piece in entry.pieces]))
+    return [sum(gradient_bytes(next(parameters), setup) for _ in entry.pieces) for entry in entries]
 
 
 def _shared_bytes(entries: Sequence[Entry]) -> int:

@@ -130,7 +130,7 @@ def _tighten(bench: Workbench, view: View, budget_bytes: int, deadline: float, l
             layers.append("tighten")
         over = target
         target -= max(found.peak_bytes - budget_bytes, program.grain)
-    while over - target > max(program.grain, (over - program.low) // 256) and time.perf_counter() < deadline:
+    while over - target > max(program.grain, (over - program.low) // 1024) and time.perf_counter() < deadline:
         middle = (over + target) // 2
         found = bench.try_chain(view, program, middle)
         if found is not None and found.peak_bytes > budget_bytes:

@@ -29,7 +29,7 @@ NAMED = ("full", "every:2", "sqrt", "recursive", "selective")
 MAX_NAMED_OPS = 20_000
 """Above as many ops they are not tried: they take longer than the program that beats them."""
 
-LONG_CHAIN = 24
+LONG_CHAIN = 64
 """Stages from which on grains are coarse."""
 
 MAX_FLOOR_OPS = 300_000
@@ -170,7 +170,7 @@ def _grain(model: Model, high: int) -> int:
     levels = [problem.level for part in model.parts for problem in part.problems]
     span = max(high - min(levels, default=0), 1)
     stages = max(model.num_stages, 1)
-    finest = max(1, span // max(2000, min(60_000, 600_000 // stages)))
+    finest = max(1, span // max(2000, min(60_000, 1_200_000 // stages)))
     if stages < LONG_CHAIN:
         return 1 << (finest.bit_length() - 1)
     inputs = [sum(p.cost(s) for s in p.inputs) for part in model.parts for p in part.problems]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,7 @@ from click.testing import CliRunner
 from keepwise.cli import main
 
 README = Path(__file__).parents[2] / "README.md"
-LINES = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    for line in block.splitlines()
-    if line.startswith("keepwise ")
-]
+LINES = [line.split("#")[0].strip() for line in README.read_text().splitlines() if line.startswith("keepwise ")]
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 4096,

@@ -127,7 +127,7 @@ def _backward_elsewhere(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> to
     return loss
 
 
-@PROGRAMS.add("forward in this thread, backward in another", step=_backward_elsewhere)
+@PROGRAMS.add("forward in this thread, backward in another", step=_backward_elsewhere, may_drop_nothing=True)
 def backward_in_another_thread() -> Case:
     return case(Stack(Dropping), torch.randn(4, 8))
 
@@ -165,7 +165,9 @@ def _backwards_at_once(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> tor
     return torch.stack([loss.detach() for loss in losses])
 
 
-@PROGRAMS.add("several backwards run at the same time in threads of their own", step=_backwards_at_once)
+@PROGRAMS.add(
+    "several backwards run at the same time in threads of their own", step=_backwards_at_once, may_drop_nothing=True
+)
 def backwards_at_once() -> Case:
     class Smooth(Block):
         def mix(self, h: torch.Tensor) -> torch.Tensor:
@@ -326,6 +328,7 @@ def _abandoned(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tenso
     step=_abandoned,
     observe=attributes("log"),
     python_state=True,
+    may_drop_nothing=True,
 )
 def interrupted_forward() -> Case:
     class Stopping(Stack):

@@ -285,4 +285,6 @@ class _Border:
 
 def _may_move(t: Tensor) -> bool:
     """Whether a captured tensor may legally be written before the replay, and is small enough to be copied (note 6)."""
-    return not t.requires_grad and t.layout is torch.strided and t.nbytes <= SMALL_BYTES
+    return (
+        not t.requires_grad and t.layout is torch.strided and t.nbytes <= SMALL_BYTES // 16
+    )  # a copy for every op that reads it

@@ -55,7 +55,7 @@ def plan_schedule(
         return _optimal(
             step, budget_bytes, plain, on_infeasible=on_infeasible, want_floor=want_floor, progress=progress
         )
-    except AssertionError as error:  # a fault of the solver must not cost the user the plan
+    except (AssertionError, ValueError, IndexError) as error:  # a fault of the solver must not cost the user the plan
         return _best_named(step, 0 if want_floor else budget_bytes, plain, f"{error}")
 
 

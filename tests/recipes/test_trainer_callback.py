@@ -17,9 +17,9 @@ from keepwise._errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 
-from keepwise.integrations.transformers import KeepwiseCallback
+from keepwise.integrations.transformers import KeepwiseCallback  # noqa: E402
 
-from .test_recipes import same
+from .test_recipes import same  # noqa: E402
 
 UNEQUAL = [16 + 37 * i % 90 for i in range(64)]
 """Lengths of rows: each batch of four has another one, and padding."""

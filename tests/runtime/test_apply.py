@@ -7,7 +7,7 @@ import copy
 import inspect
 import io
 import pickle
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_a_forward_on_the_instance_is_used_and_put_back() -> None:
 class Registry(nn.Module):
     """A base that keeps a list of its subclasses and asks for an argument."""
 
-    known: list[type] = []
+    known: ClassVar[list[type]] = []
 
     def __init_subclass__(cls, *, tag: str, **rest: Any) -> None:
         super().__init_subclass__(**rest)

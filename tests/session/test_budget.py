@@ -39,7 +39,8 @@ def test_every_form(budget: object, expected: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", ["", "lots", "20 bananas", "GiB", "-5", "0", 0, -1, "0x", "0%", None, True, [1], float("inf"), float("nan")]
+    "budget",
+    ["", "lots", "20 bananas", "GiB", "-5", "0", 0, -1, "0x", "0%", None, True, [1], float("inf"), float("nan")],
 )
 def test_what_is_no_budget_gives_one_line_that_says_what_is(budget: object) -> None:
     with pytest.raises(UsageError) as caught:

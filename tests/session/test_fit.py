@@ -18,7 +18,16 @@ from keepwise._errors import KeepwiseError, UsageError
 from keepwise.measure import allocator_peak
 from tests.session.models import Stack, loss, run, same, stack
 
-PLANNERS = ["none", "full", "every:2", "sqrt", "recursive", "selective", "boundaries:blocks.2,blocks.4", "recompute_everything"]
+PLANNERS = [
+    "none",
+    "full",
+    "every:2",
+    "sqrt",
+    "recursive",
+    "selective",
+    "boundaries:blocks.2,blocks.4",
+    "recompute_everything",
+]
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -68,7 +77,10 @@ def test_fit_leaves_everything_as_it_was() -> None:
     model.register_buffer("counter", torch.zeros(()))
     loss(model(x)).backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
-    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *(g for g in grads.values() if g is not None))]
+    before = [
+        t.detach().clone()
+        for t in (*model.parameters(), *model.buffers(), *(g for g in grads.values() if g is not None))
+    ]
     assert x.grad is not None
     x_grad, x_bytes, version = x.grad, x.detach().clone(), x._version
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -94,7 +106,9 @@ def test_the_optimizer_counts_and_is_left_alone() -> None:
     assert plan.static_bytes - without.static_bytes == pytest.approx(2 * parameters, rel=0.02)
     assert not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    by_class = keepwise.fit(copy.deepcopy(model), x, loss=loss, budget="0.8x", optimizer=torch.optim.AdamW, verify=False)
+    by_class = keepwise.fit(
+        copy.deepcopy(model), x, loss=loss, budget="0.8x", optimizer=torch.optim.AdamW, verify=False
+    )
     assert by_class.static_bytes == plan.static_bytes
 
 
@@ -196,7 +210,9 @@ def test_save_load_apply(tmp_path: Path) -> None:
     loaded.apply(model)
     assert same(run(model, x), plain)
     assert loaded.stats.num_dropped == sum(
-        1 for s in plan.step.saves if plan.step.values[s.value].storage in {d.storage for d in plan.decisions if d.kind == "recompute"}
+        1
+        for s in plan.step.saves
+        if plan.step.values[s.value].storage in {d.storage for d in plan.decisions if d.kind == "recompute"}
     )
     with pytest.raises(KeepwiseError, match="already"):
         plan.apply(model)
@@ -266,7 +282,9 @@ def test_explain_and_str_name_numbers_and_reasons() -> None:
     assert "recompute" in plan.explain("blocks.*")
     with pytest.raises(UsageError, match="blocks"):
         plan.explain("nowhere")
-    assert plan.kept_bytes + plan.dropped_bytes + plan.packed_bytes + plan.offloaded_bytes == sum(d.nbytes for d in plan.decisions)
+    assert plan.kept_bytes + plan.dropped_bytes + plan.packed_bytes + plan.offloaded_bytes == sum(
+        d.nbytes for d in plan.decisions
+    )
     assert all(isinstance(v, float) for v in plan.metrics().values())
 
 
@@ -282,7 +300,14 @@ def test_cache_reuses_a_plan(tmp_path: Path) -> None:
     assert again.decisions == first.decisions
     assert same(run(model, x), plain)
     said.clear()
-    keepwise.fit(copy.deepcopy(model).requires_grad_(True), x[:32], loss=loss, budget="0.7x", cache=tmp_path, progress=said.append)
+    keepwise.fit(
+        copy.deepcopy(model).requires_grad_(True),
+        x[:32],
+        loss=loss,
+        budget="0.7x",
+        cache=tmp_path,
+        progress=said.append,
+    )
     assert "recording two steps" in said
 
 

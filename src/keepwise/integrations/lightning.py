@@ -2,7 +2,7 @@
 
 Notes:
 1. What is planned is the module's `training_step`, loss included, as the forward of a module that holds the user's. Module paths in the
-   plan therefore begin with `module.`, as under DDP.
+   plan therefore begin with `module.`, as under DDP; what `training_step` itself computes has none.
 2. The plan is made inside the first call of `training_step`: the batch is the one that the loader gave, on the device, and the
    precision plugin's contexts are open. Under a strategy that wraps the module, that is inside of the wrapper's forward, where its
    gradient hooks wait for no gradients yet.
@@ -116,7 +116,8 @@ class KeepwiseCallback(lightning.Callback):
         if pin is not None:
             options["pin"] = {f"module.{pattern}": decision for pattern, decision in pin.items()}
         self.plan = keepwise.fit(step, args, kwargs, budget=self.budget, **options)
-        rank_zero_info(str(self.plan))
+        if trainer.is_global_zero:
+            rank_zero_info(str(self.plan))
 
     def _stop(self) -> None:
         if self._stepping is not None:

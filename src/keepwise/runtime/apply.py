@@ -32,6 +32,7 @@ from keepwise.runtime.program import Program
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.watch import can_watch
 
+_NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 _PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -178,7 +179,7 @@ def _subclass(base: type) -> type:
         if not isinstance(reduced, tuple):
             return reduced
         make, arguments, *rest = reduced
-        if make is copyreg.__newobj__ and arguments[0] is made:  # `pickle` would insist on the object's present class
+        if make is _NEW_OBJECT and arguments[0] is made:  # `pickle` would insist on the object's present class
             return (base.__new__, (base, *arguments[1:]), *rest)
         make = base if make is made else make
         return (make, tuple(base if a is made else a for a in arguments), *rest)

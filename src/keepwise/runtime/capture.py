@@ -39,6 +39,7 @@ class Call:
         "form",
         "frees",
         "func",
+        "grad",
         "hold_places",
         "holds",
         "kwargs",
@@ -83,6 +84,8 @@ class Call:
         self.outs = outs
         self.random = random
         self.where = where
+        self.grad = torch.is_grad_enabled()
+        """Whether gradients were recorded: some kernels make more results then."""
         self.form: Form | None = None
         """How to write the result into given memory, if that is possible."""
         self.frees: tuple[int, ...] = ()

@@ -243,7 +243,10 @@ class WindowRun:
         calls = self._needed(calls)
         fetched: dict[int, WindowRun] = {}
         outer: list[Tensor] = []  # what is read of enclosing runs stays until this replay is over
+        used = {id(cell) for call in calls for _, cell, _ in call.sources if cell is not None}
         for run, cell in self.outer:
+            if id(cell) not in used:
+                continue
             with run.lock:
                 outer.append(run._fill(cell, task))
             if task == -1:
@@ -254,6 +257,8 @@ class WindowRun:
         try:
             self._run_all(calls, again)
             for c in cells:
+                if c.tensor is None:
+                    self.stats.missing(c.view, self.path)
                 if c.digest is not None and c.tensor is not None:
                     self.stats.compare(c.digest, digest(c.tensor), c.view, self.path)
         except BaseException:
@@ -269,7 +274,7 @@ class WindowRun:
         env: dict[int, Tensor] = {}
         spare: list[Tensor] = []
         cells = self.cells
-        with clean(), self.ambient.active():
+        with clean(), self.ambient.active(), torch.set_grad_enabled(True):
             set_frees(calls, {c.geometry.root for c in list(cells.values()) if c.geometry is not None})
             for call in calls:
                 for held, version in call.holds:
@@ -303,6 +308,8 @@ class WindowRun:
             kept = [container[key] for container, key in call.owns]
             for container, key in call.owns:
                 container[key] = copy_whole(container[key])
+        if call.grad != torch.is_grad_enabled():
+            torch._C._set_grad_enabled(call.grad)
         room = None if call.form is None else self._room(call, call.form, env, spare)
         spare.clear()
         try:

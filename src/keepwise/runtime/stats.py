@@ -80,3 +80,17 @@ class StepStats:
                 f"the replay of tensor {view}{where} differs from the original. Keep it with pin= or run keepwise.fit again; "
                 "please report the op that made it."
             )
+
+    def missing(self, view: int, path: str) -> None:
+        """A replay did not return a tensor that its original returned.
+
+        Raises:
+            MismatchError: always.
+        """
+        with self.lock:
+            self.mismatched.append(view)
+        where = f" in {path}" if path else ""
+        raise MismatchError(
+            f"the replay made no tensor {view}{where}, which the original made. Keep it with pin= or run keepwise.fit again; "
+            "please report the op that made it."
+        )

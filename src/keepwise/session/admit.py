@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from keepwise.proof.state import SavedState
+from keepwise._errors import MismatchError
 from keepwise.runtime.apply import attach, detach
 from keepwise.runtime.digest import strong_digest
 from keepwise.session.batch import Batch
@@ -70,6 +71,8 @@ def prove_plan(
                     result = run()
             else:
                 result = run()
+        except MismatchError:  # backward could not go on; the tensors concerned are known
+            result = None
         finally:
             detach(model)
         bad = frozenset(plan.step.values[view].storage for stats in runner.seen for view in stats.mismatched)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepwise.proof.state import SavedState
 from keepwise._errors import MismatchError
+from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach
 from keepwise.runtime.digest import strong_digest
 from keepwise.session.batch import Batch

@@ -10,6 +10,7 @@ from checkpoint_schedules.schedule import EndForward, EndReverse, Forward
 
 from keepwise.ir import Step
 from keepwise.plan.optimal import Status, plan_floor, plan_optimal
+from keepwise.plan.optimal.chain import splits
 from tests.steps import chain
 
 
@@ -98,3 +99,22 @@ def test_heterogeneous_chain_is_no_worse_than_the_program_over_persistent_schedu
         oracle = persistent_optimum(step, sizes, seconds, budget)
         assert result.added_seconds <= oracle + 1e-9
         assert result.bound_seconds <= oracle + 1e-9
+
+
+def test_equal_segments_of_a_long_chain_are_split_alike() -> None:
+    for length in (65, 90, 133, 256):
+        relative = [[k - first for k in splits(first, first + length)] for first in range(7)]
+        assert all(r == relative[0] for r in relative)
+        assert relative[0][0] == 1
+        assert relative[0][-1] == length
+
+
+@pytest.mark.slow
+def test_a_chain_longer_than_any_segment_has_a_floor_and_a_bound() -> None:
+    step = chain(300)
+    floor = plan_floor(step)
+    for budget in (floor.floor_bytes, floor.floor_bytes + 3, floor.floor_bytes + 40):
+        result = plan_optimal(step, budget)
+        assert result.status is not Status.INFEASIBLE
+        assert result.peak_bytes <= budget
+        assert result.bound_seconds <= result.added_seconds

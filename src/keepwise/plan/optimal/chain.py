@@ -49,8 +49,9 @@ def splits(first: int, last: int) -> list[int]:
     if length <= EXACT_LENGTH:
         return list(range(first + 1, last + 1))
     edge = NUM_SPLITS // 4
+    # Relative to the first stage, so that equal segments are split alike.
     inner = {
-        round(first + edge + i * (length - 2 * edge) / (NUM_SPLITS - 2 * edge))
+        first + round(edge + i * (length - 2 * edge) / (NUM_SPLITS - 2 * edge))
         for i in range(NUM_SPLITS - 2 * edge + 1)
     }
     ends = {*range(first + 1, first + edge + 1), *range(last - edge + 1, last + 1)}

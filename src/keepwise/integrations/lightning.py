@@ -26,8 +26,8 @@ import keepwise
 from keepwise._errors import UsageError
 
 try:
-    import lightning.pytorch as lightning
-    from lightning.pytorch.utilities import rank_zero_info
+    import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.utilities import rank_zero_info  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise UsageError("KeepwiseCallback needs the package lightning: pip install 'keepwise[lightning]'") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def test_ddp(tmp_path):
     programs = {
         "plain": plain(code),
         "inside": code,
-        "wrapped": code.replace("keepwise.fit(network,", "keepwise.fit(model,"),
+        "wrapped": re.sub(r"keepwise\.fit\(\s*network,", "keepwise.fit(model,", code),
         "before": before.replace("torch.optim.SGD(model.", "torch.optim.SGD(network."),
     }
     assert len(set(programs.values())) == 4

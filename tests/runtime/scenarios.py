@@ -427,7 +427,7 @@ def live_bytes() -> int:
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in gc.get_objects()
-        if issubclass(type(t), Tensor)
+        if type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_nested
     }
     return sum(storages.values())
 

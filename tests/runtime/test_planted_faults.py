@@ -145,10 +145,6 @@ def without_autocast(patch: Patch) -> None:
     patch.setattr(clean, "_NO_AUTOCAST", torch._C.DispatchKeySet(torch._C.DispatchKey.Meta))
 
 
-def below_autograd(patch: Patch) -> None:
-    _without(patch, "_AutoDispatchBelowAutograd")
-
-
 def outside_of_dispatch_modes(patch: Patch) -> None:
     _without(patch, "_DisableTorchDispatch")
 
@@ -194,7 +190,7 @@ def waiting_for_the_write(patch: Patch) -> None:
 
 
 def audit_under_new_modes(patch: Patch) -> None:
-    patch.setattr(apply, "_foreign_modes", frozenset)
+    patch.setattr(apply, "foreign_modes", frozenset)
 
 
 FAULTS: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
@@ -228,7 +224,6 @@ FAULTS: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (clearing, (scenarios.cells_without_a_reader_in_this_pass, scenarios.unpacked_outside_of_backward)),
     (clean_surroundings, (scenarios.under_autocast, scenarios.modes_see_what_they_see_plainly)),
     (without_autocast, (scenarios.under_autocast,)),
-    (below_autograd, (scenarios.graph_read_with_gradients_on,)),
     (outside_of_dispatch_modes, (scenarios.modes_see_what_they_see_plainly,)),
     (outside_of_function_modes, (scenarios.graph_read_under_a_function_mode,)),
     (ambient_settings, (scenarios.forward_under_other_settings, scenarios.forward_with_another_default_dtype)),

@@ -24,13 +24,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise._errors import KeepwiseError
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import Program
 from keepwise.runtime.stats import StepStats
-from keepwise.runtime.watch import can_watch
+from keepwise.runtime.watch import can_watch, foreign_modes
 
 _NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
@@ -84,7 +83,7 @@ class Runner:
         self._trust()
         self.num_steps += 1
         self.stats = StepStats()
-        self.stats.modes = _foreign_modes() - self.trusted
+        self.stats.modes = foreign_modes() - self.trusted
         self.stats.auditing = bool(self.stats.modes) or (
             bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
         )
@@ -139,11 +138,6 @@ class Runner:
         watching.stats.over_budget |= over
         chooser.learn(key, watching.stats.saved_bytes - before)
         return result
-
-
-def _foreign_modes() -> frozenset[type]:
-    """Dispatch modes around us that are no part of PyTorch's own machinery."""
-    return frozenset(type(m) for m in _get_current_dispatch_mode_stack() if not type(m).is_infra_mode())
 
 
 def namer_of(model: nn.Module | None) -> Any:

@@ -3,6 +3,8 @@
 The ops of the region are captured as they run; backward replays those of them that its saved tensors need, from the region's
 inputs. Hooks, counters, buffers and random draws happen once; Batch normalisation statistics move once; a region may
 use any generator. `region` holds the mechanism.
+
+Under a dispatch mode of the user's, which may change what ops return, the function runs as it is: a replay could not know.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import nn
 
 from keepwise._errors import UsageError
 from keepwise.runtime.region import Region
-from keepwise.runtime.watch import can_watch
+from keepwise.runtime.watch import can_watch, foreign_modes
 
 
 def checkpoint(
@@ -84,7 +86,7 @@ def _run(
     kwargs: dict[str, Any],
     context_fn: Callable[[], tuple[Any, Any]] | None,
 ) -> Any:
-    if not can_watch():
+    if not can_watch() or foreign_modes():
         return function(*args, **kwargs)
     policy, context = None, None
     if context_fn is not None:

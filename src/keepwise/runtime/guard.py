@@ -182,7 +182,7 @@ class Guard(Watch):
         """Where `run` will put the tensor object `t`; None if it does not make it."""
         if run is None:
             return None
-        if view in run.made:
+        if view in run.made and self.is_itself(t):
             return run.cell(view)
         root = self.program.roots[view]
         geometry = self.geometry(t, root) if root in run.made else None
@@ -222,7 +222,7 @@ class Guard(Watch):
             put.append(None)
             if kind == LOCAL:
                 geometry = None
-                if view not in run.made:
+                if view not in run.made or not self.is_itself(t):
                     geometry = self.geometry(t, roots[view]) if roots[view] in run.made else None
                     if geometry is None:
                         return None
@@ -260,7 +260,7 @@ class Guard(Watch):
         """Hook: drop the tensor if the plan does and its replay is complete, else keep it."""
         stats = self.stats
         stats.num_saved += 1
-        view = self.view_of(t)
+        view = self.view_of(t) if not self.passes_on else -1
         if view >= 0:
             program = self.program
             stats.saved_bytes += t.nbytes if t.layout is torch.strided else 0

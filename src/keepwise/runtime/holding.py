@@ -26,8 +26,11 @@ _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 def alias(t: Tensor) -> Tensor:
-    """A detached alias that shares storage and version counter; for use inside a dispatch mode's handler (note 2)."""
-    if not t.requires_grad or t.is_leaf:
+    """A detached alias that shares storage and version counter; for use inside a dispatch mode's handler (note 2).
+
+    A parameter gets one, too: its `.data` may be exchanged before the replay (averaged weights), which writes nothing.
+    """
+    if not t.requires_grad:
         return t
     with torch._C._DisableTorchDispatch():
         if not _is_excluded(_INPLACE_OR_VIEW):

@@ -121,7 +121,7 @@ class Region(Watch):
     def made_view(self, t: Tensor) -> int:
         """View id of an object that the region's replay has; -1 if it has not."""
         view = self.view_of(t)
-        return view if view in self.run.made else -1
+        return view if view in self.run.made and self.is_itself(t) else -1
 
     def _capture(
         self,
@@ -259,7 +259,7 @@ class Region(Watch):
 
     def pack(self, t: Tensor) -> Any:
         """Hook: drop what the region made, keep what it was given."""
-        if type(t) in (Tensor, nn.Parameter):
+        if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not self.passes_on:
             view = self.made_view(t)
             cell = self.run.cell(view) if view >= 0 else None
             if cell is not None:

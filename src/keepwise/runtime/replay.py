@@ -14,6 +14,8 @@ Notes:
 6. A dropped tensor that is written in place before backward reads it is an error in plain autograd. The save keeps the version
    counter alive, without the storage, and compares.
 7. A replay that fails fills nothing.
+8. Some kernels make more where gradients are recorded (the workspace of a recurrent layer). A replay records none, but runs each
+   op with that flag as it was.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ class WindowRun:
         call.form = form_of(call.func, result)
         calls.append(call)
         self.made.update(call.outs)
+        self.made.discard(-1)
         for i, (held, _) in enumerate(call.holds):
             key = storage_key(held)
             if key is not None:

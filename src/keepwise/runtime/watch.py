@@ -1,7 +1,8 @@
 """`Watch`: what the guard of a plan and the recorder of `checkpoint` share.
 
 Notes:
-1. Tensor objects are known by weak reference. An entry lives as long as its object: a reused `id` is never believed.
+1. Tensor objects are known by weak reference. An entry lives as long as its object: a reused `id` is never believed. What replays
+   make is also known by its storage, because `t.data = other` gives an object another one.
 2. `lying` says which of the objects that replays make lie on which storage. It is asked when something is written that the
    recording does not explain (another wiring, an alias made by `.data`), and when a view that is not replayed shall be
    described by numbers. A storage's address is only believed while one of its objects is alive.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from keepwise.runtime import aside
 from keepwise.runtime.calls import storage_key, tensors_out
@@ -45,12 +46,14 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.stats = stats
         self.namer = namer
-        self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """id of a tensor object -> (the object, its view id)."""
+        self.ids: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
+        """id of a tensor object -> (the object, its view id, its storage if replays make it)."""
         self.lying: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
         """Storage -> objects on it that replays make (note 2)."""
         self.foreign: Hooks | None = None
         """The hooks around ours."""
+        self.passes_on = False
+        """Whether they must see every saved tensor."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -60,6 +63,7 @@ class Watch(TorchDispatchMode):
     def __enter__(self) -> Any:
         aside.install()
         self.foreign = innermost_hooks()
+        self.passes_on = _clones_before_writes(self.foreign)
         _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
         try:
             return super().__enter__()
@@ -82,13 +86,13 @@ class Watch(TorchDispatchMode):
         if top is None or top[1] is unpack:
             yield
             return
-        outer, self.foreign = self.foreign, top
+        outer, self.foreign, self.passes_on = self.foreign, top, _clones_before_writes(top)
         _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
         try:
             yield
         finally:
             _autograd._pop_saved_tensors_default_hooks()
-            self.foreign = outer
+            self.foreign, self.passes_on = outer, _clones_before_writes(outer)
 
     def view_of(self, t: Tensor) -> int:
         """View id of a tensor object that was made or bound in this frame; -1 if unknown."""
@@ -96,6 +100,10 @@ class Watch(TorchDispatchMode):
         if entry is not None and entry[0]() is t:
             return entry[1]
         return -1
+
+    def is_itself(self, t: Tensor) -> bool:
+        """Whether an object that is known to be made by replays still has the storage that it was made with."""
+        return self.ids[id(t)][2] == storage_key(t)
 
     def bind(self, outs: tuple[int, ...], result: Any, *, made: bool) -> None:
         """Remember the results of an op.
@@ -115,11 +123,10 @@ class Watch(TorchDispatchMode):
 
     def _bind_one(self, view: int, t: Tensor, made: bool) -> None:
         ref = _ref(t)
-        self.ids[id(t)] = (ref, view)
-        if made:
-            key = storage_key(t)
-            if key is not None:
-                self.lying.setdefault(key, []).append((ref, view))
+        key = storage_key(t) if made else None
+        self.ids[id(t)] = (ref, view, key)
+        if key is not None:
+            self.lying.setdefault(key, []).append((ref, view))
 
     def forget_all(self) -> None:
         """Nothing that was seen so far has an identity any more."""
@@ -159,6 +166,11 @@ class Watch(TorchDispatchMode):
             return ForeignSave(foreign[0](alias_in_pack(t)), foreign[1])
 
 
+def _clones_before_writes(hooks: Hooks | None) -> bool:
+    """Whether hooks are those of `allow_mutation_on_saved_tensors`, under which what is saved may be written afterwards."""
+    return hooks is not None and "_swap_with_cloned" in getattr(hooks[0], "__qualname__", "")
+
+
 def can_watch() -> bool:
     """Whether what runs now is a step of training that hooks and a mode may watch.
 
@@ -173,6 +185,11 @@ def can_watch() -> bool:
         and not torch.compiler.is_compiling()
         and all(_dispatch_mode(key) is None for key in _TRACERS)
     )
+
+
+def foreign_modes() -> frozenset[type]:
+    """Dispatch modes around us that are no part of PyTorch's own machinery."""
+    return frozenset(type(m) for m in _get_current_dispatch_mode_stack() if not type(m).is_infra_mode())
 
 
 def innermost_hooks() -> Hooks | None:

@@ -72,13 +72,12 @@ def train(
         trainer = pl.Trainer(
             max_epochs=2,
             accelerator="cpu",
-            devices=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[callback] if callback is not None else [],
-            **options,
+            **{"devices": 1, **options},
         )
         trainer.fit(
             model,

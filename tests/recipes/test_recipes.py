@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from .page import plain, program, titles
+from .processes import run_both
 
 OWN_LOOP = "A loop of your own, with gradient accumulation"
 TRAINER = "Hugging Face Trainer"
@@ -84,54 +79,6 @@ def test_lightning():
     assert any(d.path.startswith("module.network.") for d in plan.decisions)
 
 
-_DRIVER = """
-import os, pathlib, sys
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = sys.argv[1]
-for place in sys.argv[2:]:
-    folder, os.environ["MASTER_PORT"] = place.split("=")
-    os.chdir(folder)
-    exec(compile(pathlib.Path("train.py").read_text(), "train.py", "exec"), {"__name__": "__main__"})
-"""
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for s in found:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in found]
-
-
-def ddp(programs: dict[str, str], folder: Path) -> dict[str, list[Any]]:
-    """Run each program in the same two processes: its (losses, weights) by rank."""
-    for name, code in programs.items():
-        (folder / name).mkdir()
-        (folder / name / "train.py").write_text(code)
-    ports = free_ports(len(programs))
-    places = [f"{folder / name}={port}" for name, port in zip(programs, ports, strict=True)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _DRIVER, str(rank), *places],
-            env={**os.environ, **shared},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [worker.communicate(timeout=150)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
-    for rank, text in enumerate(said):
-        planned = sum("keepwise" in code for code in programs.values())
-        assert text.count(f"rank {rank}: keepwise: ") == planned, text
-    return {name: [torch.load(folder / name / f"result-{rank}.pt") for rank in range(2)] for name in programs}
-
-
 def test_ddp(tmp_path):
     code = program(DDP)
     wrap = "    model = DistributedDataParallel(network)\n"
@@ -144,7 +91,9 @@ def test_ddp(tmp_path):
         "before": before.replace("torch.optim.SGD(model.", "torch.optim.SGD(network."),
     }
     assert len(set(programs.values())) == 4
-    results = ddp(programs, tmp_path)
+    results, said = run_both(programs, tmp_path)
+    for rank, text in enumerate(said):
+        assert text.count(f"rank {rank}: keepwise: ") == 3, text
     expected = results["plain"]
     assert same(expected[0][1], expected[1][1]), "the processes stay together"
     assert expected[0][0] != expected[1][0], "on batches of their own"

@@ -202,12 +202,14 @@ def test_the_trainers_own_checkpointing_is_left_alone_and_said(tmp_path) -> None
     assert_same(planned, train(None, **options))
 
 
-@pytest.mark.xfail(strict=False, reason="transformers logs a warning of its own where another test set it up")
 def test_only_the_first_process_speaks(tmp_path, caplog) -> None:
     class Second(KeepwiseCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             state.is_world_process_zero = False
             super().on_train_begin(args, state, control, **kwargs)
+
+    def ours() -> list[str]:  # Not what transformers logs: other tests may have let it through.
+        return [r.getMessage() for r in caplog.records if r.name.startswith("keepwise") or "keepwise" in r.getMessage()]
 
     lengths = [24, 23, 22, 21] + [120] * 40
     with caplog.at_level(logging.INFO, logger="keepwise"), warnings.catch_warnings(record=True) as caught:
@@ -215,10 +217,10 @@ def test_only_the_first_process_speaks(tmp_path, caplog) -> None:
         callback = Second(budget="0.9x")
         train(callback, lengths, folder=tmp_path)
         assert callback.plan is not None
-        assert not caplog.records
+        assert not ours()
         assert not [w for w in caught if "keepwise" in str(w.message)]
         train(KeepwiseCallback(budget="0.9x"), lengths, folder=tmp_path)
-    assert any(record.getMessage().startswith("keepwise: ") for record in caplog.records)
+    assert any(text.startswith("keepwise: ") for text in ours())
 
 
 def test_switched_off(tmp_path, monkeypatch) -> None:

@@ -29,7 +29,7 @@ try:
     import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
     from lightning.pytorch.utilities import rank_zero_info  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise UsageError("KeepwiseCallback needs the package lightning: pip install 'keepwise[lightning]'") from error
+    raise ImportError("KeepwiseCallback needs the package lightning: pip install 'keepwise[lightning]'") from error
 
 
 class KeepwiseCallback(lightning.Callback):

@@ -30,7 +30,9 @@ from keepwise._errors import UsageError
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise UsageError("KeepwiseCallback needs the package transformers: pip install 'keepwise[transformers]'") from error
+    raise ImportError(
+        "KeepwiseCallback needs the package transformers: pip install 'keepwise[transformers]'"
+    ) from error
 
 MAX_REPLANS = 3
 """How often a step that differs from the recorded one leads to a new plan (note 4)."""

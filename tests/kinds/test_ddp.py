@@ -25,7 +25,7 @@ from .harness import options, seed_all
 from .parts import Stack
 from .program import mean_square
 
-SCENARIOS = ("before", "after", "no_sync", "unused", "buckets")
+SCENARIOS = ("before", "after", "no_sync", "unused", "buckets", "static")
 
 
 def _batches(rank: int) -> list[torch.Tensor]:
@@ -35,7 +35,10 @@ def _batches(rank: int) -> list[torch.Tensor]:
 
 def _wrapped(model: nn.Module, scenario: str) -> Any:
     unused, views = scenario == "unused", scenario == "buckets"
-    return DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=views)
+    static = scenario == "static"
+    return DistributedDataParallel(
+        model, find_unused_parameters=unused, gradient_as_bucket_view=views, static_graph=static
+    )
 
 
 def _train(model: Any, rank: int, scenario: str) -> list[dict[str, Any]]:

@@ -16,8 +16,6 @@ pytestmark = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.f
 
 # What is known not to work yet, each with its reason.
 KNOWN = {
-    "mutation-overwritten_but_never_read": "a captured activation that plain lets be overwritten unread is refused as stale",
-    "ddp-static_graph": "DDP's static_graph asserts on the order of its own hooks",
 }
 
 

@@ -7,6 +7,8 @@ Notes:
 2. A parameter's `.grad` is taken off and the same object put back; gradients of the traced steps are others.
 3. Attributes of modules are rebound to what they were; lists, dicts, sets and queues among them get their old contents, one level
    deep, and random generators among them their old states. What they refer to beyond that is not copied.
+4. Some attributes say how far an object outside of Python has come that cannot be put back (DDP's reducer counts its iterations,
+   and with a static graph learns from the first one). They stay as the traced steps left them: the two must agree.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ Tensor = torch.Tensor
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 _CONTAINERS = (list, dict, set, collections.deque)
+_MIRRORS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": frozenset(("_static_graph_delay_allreduce_enqueued",))
+}
+"""Class -> attributes of note 4."""
 
 
 class Generators:
@@ -97,7 +103,8 @@ class Attributes:
         self._saved: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         self._generators: list[Callable[[], object]] = []
         for module in model.modules() if model is not None else ():
-            values = dict(module.__dict__)
+            skipped = _mirrors(type(module))
+            values = {name: value for name, value in module.__dict__.items() if name not in skipped}
             contents = {name: value.copy() for name, value in values.items() if isinstance(value, _CONTAINERS)}
             self._saved.append((module, values, contents))
             self._generators.extend(put_back for v in values.values() if (put_back := _generator_state(v)) is not None)
@@ -106,7 +113,8 @@ class Attributes:
         """Rebind and refill."""
         for module, values, contents in self._saved:
             now = module.__dict__
-            for name in [n for n in now if n not in values]:
+            skipped = _mirrors(type(module))
+            for name in [n for n in now if n not in values and n not in skipped]:
                 del now[name]
             for name, value in values.items():
                 if now.get(name, self) is not value:
@@ -118,6 +126,12 @@ class Attributes:
                     value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
         for put_back in self._generators:
             put_back()
+
+
+def _mirrors(kind: type) -> frozenset[str]:
+    """Names of attributes that are not put back (note 4)."""
+    found = (_MIRRORS.get(f"{c.__module__}.{c.__qualname__}", frozenset()) for c in kind.__mro__)
+    return frozenset[str]().union(*found)
 
 
 def _identities(container: Any) -> Any:

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.f
 
 
 # What is known not to work yet, each with its reason.
-KNOWN = {
-}
+KNOWN: dict[str, str] = {}
 
 
 def _cases() -> list[Any]:

@@ -150,7 +150,6 @@ def _answer(options: dict[str, Any]) -> bool | None:
     else:
         from msgspec.structs import replace
 
-        from keepwise.estimator.emit import emit
         from keepwise.estimator.search import cheapest, largest_batch, longest_sequence, policies
 
         if rule["tokens"] is not None:
@@ -172,7 +171,11 @@ def _answer(options: dict[str, Any]) -> bool | None:
                 "changes": list(found.changes), "peak_bytes": found.peak_bytes, "step_seconds": found.step_seconds,
             },
         }  # fmt: skip
-        settings = emit(estimator, setup, budget, tuple(s.strip() for s in systems.split(","))) if systems else []
+        settings = []
+        if systems:
+            from keepwise.estimator.emit import emit
+
+            settings = emit(estimator, setup, budget, tuple(s.strip() for s in systems.split(",")))
     if report is not None:
         from keepwise.estimator.page import write
 

@@ -10,6 +10,7 @@ Notes that the code refers to:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Literal
 
@@ -151,21 +152,7 @@ class Walk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Graph:
-    """Operators in the order in which forward runs them."""
-
-    __slots__ = (
-        "_saved",
-        "_walk",
-        "entry",
-        "exit",
-        "input_bytes",
-        "name",
-        "ops",
-        "parameters",
-        "tied",
-        "user_held",
-        "values",
-    )
+    """Operators in the order in which forward runs them. What is derived from them is computed once: ask when it is complete."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -182,29 +169,36 @@ class Graph:
         """table that it reads and another piece owns (a tied output projection)."""
         self.input_bytes = 0
         """bytes of the batch that the piece reads (tokens, images, labels)."""
-        self._saved: frozenset[int] | None = None
         self._walk: Walk | None = None
 
     def saved(self) -> frozenset[int]:
-        """Values that autograd holds after forward. Ask once the graph is complete."""
-        if self._saved is None:
-            self._saved = frozenset(v for op in self.ops for v in op.saves)
+        """Values that autograd holds after forward."""
         return self._saved
+
+    @functools.cached_property
+    def _saved(self) -> frozenset[int]:
+        return frozenset(v for op in self.ops for v in op.saves)
 
     def bytes_of(self, values: Collection[int], *, shared: bool = False) -> int:
         """Bytes of these values on one rank; shared ones only if asked for."""
         return sum(self.values[v].num_bytes for v in values if shared or not self.values[v].shared)
 
-    def shared_bytes(self) -> int:
-        """Bytes of the values that all blocks of a stack share."""
-        return self.bytes_of([v for v in self.saved() if self.values[v].shared], shared=True)
+    @functools.cached_property
+    def shared_values(self) -> tuple[Value, ...]:
+        """Values that all blocks of a stack share."""
+        return tuple(value for value in self.values if value.shared)
 
-    @property
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Collectives of both passes."""
+        return tuple(c for op in self.ops for c in op.collectives)
+
+    @functools.cached_property
     def flops(self) -> float:
         """Floating-point operations of one forward."""
         return sum(op.flops for op in self.ops)
 
-    @property
+    @functools.cached_property
     def backward_flops(self) -> float:
         """Floating-point operations of one backward."""
         return sum(op.backward_flops for op in self.ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -37,21 +38,24 @@ def states(pieces: Sequence[Piece], setup: Setup) -> States:
     """Bytes of the pieces of one rank under sharding, precision, optimizer and offload."""
     weights = gradients = optimizer = copies = workspace = 0.0
     largest_weights = largest_gradients = 0.0
-    for parameters in parameters_on(pieces):
+    precision = precision_of(setup.precision)
+    numbers = Counter(piece.graph for piece in pieces)
+    for piece, parameters in {p.graph: (p, own) for p, own in zip(pieces, parameters_on(pieces), strict=True)}.values():
+        number = numbers[piece.graph]
         piece_weights = piece_gradients = 0.0
         for p in parameters:
             shards = setup.shards // setup.expert_parallel if p.expert else setup.shards
             local = p.numel / p.divisor
             stored, gradient, kept = _copies(p, setup)
-            piece_weights += local * (stored if p.quantised else min(stored, precision_of(setup.precision).compute))
+            piece_weights += local * (stored if p.quantised else min(stored, precision.compute))
             piece_gradients += local * gradient
-            weights += local * stored / (shards if setup.zero >= 3 else 1)
-            gradients += local * gradient / (shards if setup.zero >= 2 else 1)
-            optimizer += kept / p.divisor / (shards if setup.zero >= 1 else 1)
+            weights += number * local * stored / (shards if setup.zero >= 3 else 1)
+            gradients += number * local * gradient / (shards if setup.zero >= 2 else 1)
+            optimizer += number * kept / p.divisor / (shards if setup.zero >= 1 else 1)
             if p.trained and setup.optimizer_kernel == "foreach":
-                workspace += local * max(gradient, 4) / (shards if setup.zero >= 1 else 1)
-            if precision_of(setup.precision).fp8 and p.role == "matrix" and not p.adapter:
-                copies += 2 * local / (shards if setup.zero >= 3 else 1)
+                workspace += number * local * max(gradient, 4) / (shards if setup.zero >= 1 else 1)
+            if precision.fp8 and p.role == "matrix" and not p.adapter:
+                copies += number * 2 * local / (shards if setup.zero >= 3 else 1)
         largest_weights = max(largest_weights, piece_weights)
         largest_gradients = max(largest_gradients, piece_gradients)
     if setup.schedule == "dualpipe" and setup.pipeline_parallel > 1:
@@ -112,6 +116,8 @@ def gradient_bytes(parameters: Sequence[Parameter], setup: Setup) -> float:
 
 def count_parameters(pieces: Sequence[Piece]) -> tuple[int, int]:
     """(all, trained) parameters of these pieces, undivided."""
-    everything = sum(p.numel for piece in pieces for p in piece.graph.parameters)
-    trained = sum(p.numel for piece in pieces for p in piece.graph.parameters if p.trained)
+    everything = trained = 0
+    for graph, number in Counter(piece.graph for piece in pieces).items():
+        everything += number * sum(p.numel for p in graph.parameters)
+        trained += number * sum(p.numel for p in graph.parameters if p.trained)
     return everything, trained

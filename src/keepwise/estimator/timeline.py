@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from keepwise.estimator.answer import Categories, Moment
 from keepwise.estimator.graph import Walk
@@ -112,9 +113,10 @@ def fill_budget(
 def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: float) -> Timeline:
     """All moments of one rank."""
     offloaded = "activations" in setup.offload
+    pieces = [piece for entry in entries for piece in entry.pieces]
     held = [entry.treatment.kept_bytes for entry in entries]
     host = 0.0
-    beside = _shared_bytes(entries)
+    beside = _shared_bytes(pieces)
     if offloaded:
         blocks = [bytes_ for entry, bytes_ in zip(entries, held, strict=True) if entry.pieces[0].kind == "block"]
         host = in_flight * sum(blocks)
@@ -123,39 +125,41 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
     whole_head = setup.schedule == "gpipe" and setup.pipeline_parallel > 1
     repeated = sum(b for entry, b in zip(entries, held, strict=True) if whole_head or entry.pieces[0].kind != "head")
     others = round(max(0.0, in_flight - 1) * repeated) + beside
-    output = sum(p.graph.user_held for e in entries for p in e.pieces) if setup.output_held else 0
+    output = sum(piece.graph.user_held for piece in pieces) if setup.output_held else 0
     fresh = setup.gradients == "fresh" and setup.accumulation == 1
-    pieces = [piece for entry in entries for piece in entry.pieces]
     appearing = _appearing(entries, setup) if fresh else [0.0] * len(entries)
     waiting = waiting_bytes(pieces, setup)
-    best: dict[str, Moment] = {}
+    fixed = Categories(
+        parameters=base.parameters,
+        optimizer=base.optimizer,
+        weight_copies=base.weight_copies,
+        communication=base.communication,
+        inputs=sum(piece.graph.input_bytes for piece in pieces),
+    )
+    best: dict[str, tuple[int, tuple[int, ...]]] = {}
 
-    def note(name: str, gradients: float, kept: int, rebuilt: int, logits: int, temporaries: int) -> None:
-        categories = Categories(
-            parameters=base.parameters,
-            gradients=round(gradients),
-            optimizer=base.optimizer,
-            weight_copies=base.weight_copies,
-            communication=base.communication,
-            inputs=sum(p.graph.input_bytes for e in entries for p in e.pieces),
-            kept_activations=kept,
-            rebuilt_activations=rebuilt,
-            logits=logits,
-            temporaries=temporaries,
-        )
-        if name not in best or best[name].categories.total < categories.total:
-            best[name] = Moment(name=name, categories=categories)
+    def note(name: str, gradients: float, *activations: int) -> None:
+        """`activations`: kept, rebuilt, logits, temporaries. Only the highest moment of each name is built in the end."""
+        parts = (round(gradients), *activations)
+        total = sum(parts)
+        if name not in best or best[name][0] < total:
+            best[name] = total, parts
 
     before = others
+    start_gradients = 0.0 if fresh else float(base.gradients)
+    later = sum(appearing) if fresh else float(base.gradients)
+    ends = _run_ends(entries, both=fresh)
     for number, (entry, bytes_) in enumerate(zip(entries, held, strict=True)):
+        later -= appearing[number]
+        if number not in ends:
+            before += bytes_
+            continue
         piece, t = entry.pieces[-1], entry.treatment
-        start_gradients = 0.0 if fresh else float(base.gradients)
-        later_gradients = sum(appearing[number + 1 :]) if fresh else float(base.gradients)
         is_head = piece.kind == "head"
         note("forward", start_gradients, before + (0 if is_head else bytes_), 0, t.forward_peak if is_head else 0,
              0 if is_head else max(0, t.forward_peak - bytes_))  # fmt: skip
         if is_head:
-            note("loss", later_gradients, before, 0, t.saved_in_peak + output, t.backward_peak - t.saved_in_peak)
+            note("loss", later, before, 0, t.saved_in_peak + output, t.backward_peak - t.saved_in_peak)
         else:
             kept_here = min(bytes_, t.saved_in_peak)
             memory = _memory_gradient(piece)
@@ -165,33 +169,66 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
             )
             note(
                 f"backward of {piece.kind if piece.kind != 'block' else 'a block'}",
-                later_gradients, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory + waiting,
+                later, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory + waiting,
             )  # fmt: skip
         before += bytes_
     if base.optimizer_workspace:
         note("optimizer step", sum(appearing) if fresh else float(base.gradients), 0, 0, 0, base.optimizer_workspace)
     if fresh:
         note("after backward", sum(appearing), beside, 0, output, 0)
-    return Timeline(moments=tuple(best.values()), kept_bytes=before, host_bytes=round(host))
+    moments = tuple(
+        Moment(
+            name=name,
+            categories=replace(
+                fixed,
+                gradients=parts[0],
+                kept_activations=parts[1],
+                rebuilt_activations=parts[2],
+                logits=parts[3],
+                temporaries=parts[4],
+            ),
+        )
+        for name, (_, parts) in best.items()
+    )
+    return Timeline(moments=moments, kept_bytes=before, host_bytes=round(host))
+
+
+def _run_ends(entries: Sequence[Entry], *, both: bool) -> set[int]:
+    """Entries at which a moment can be highest: the last, and with `both` the first, of each run of entries that are alike.
+
+    Along a run what earlier pieces hold grows by equal steps, and gradients yet to come shrink by equal steps.
+    """
+
+    def alike(a: Entry, b: Entry) -> bool:
+        return a.treatment is b.treatment and a.pieces[-1].graph is b.pieces[-1].graph
+
+    last = len(entries) - 1
+    ends = {i for i in range(last + 1) if i == last or not alike(entries[i], entries[i + 1])}
+    if both:
+        ends |= {i for i in range(last + 1) if i == 0 or not alike(entries[i - 1], entries[i])}
+    return ends
 
 
 def _appearing(entries: Sequence[Entry], setup: Setup) -> list[float]:
     """Gradient buffers that each entry's backward makes."""
-    parameters = iter(parameters_on([piece for entry in entries for piece in entry.pieces]))
-    return [sum(gradient_bytes(next(parameters), setup) for _ in entry.pieces) for entry in entries]
+    pieces = [piece for entry in entries for piece in entry.pieces]
+    known: dict[int, float] = {}
+    for piece, parameters in zip(pieces, parameters_on(pieces), strict=True):
+        if id(piece.graph) not in known:
+            known[id(piece.graph)] = gradient_bytes(parameters, setup)
+    return [sum(known[id(piece.graph)] for piece in entry.pieces) for entry in entries]
 
 
-def _shared_bytes(entries: Sequence[Entry]) -> int:
+def _shared_bytes(pieces: Sequence[Piece]) -> int:
     """Bytes that all blocks of a stack share: position angles, the encoder's output, masks. Each once."""
-    once: dict[tuple[str, str], int] = {}
-    for entry in entries:
-        for piece in entry.pieces:
-            for value in piece.graph.values:
-                if value.shared:
-                    once[piece.stack, value.name] = value.num_bytes
+    once = {
+        (stack, value.name): value.num_bytes
+        for stack, graph in dict.fromkeys((piece.stack, piece.graph) for piece in pieces)
+        for value in graph.shared_values
+    }
     return sum(once.values())
 
 
 def _memory_gradient(piece: Piece) -> int:
     """Bytes of the gradient of the encoder's output, which grows while the decoder's backward runs."""
-    return sum(v.num_bytes for v in piece.graph.values if v.shared and v.has_gradient)
+    return sum(v.num_bytes for v in piece.graph.shared_values if v.has_gradient)

@@ -21,9 +21,8 @@ def traffic(entries: Sequence[Entry], setup: Setup, base: States, kept_bytes: in
     passes: dict[str, list[Collective]] = {}
     for entry in entries:
         for piece in entry.pieces:
-            for op in piece.graph.ops:
-                for c in op.collectives:
-                    passes.setdefault(f"{_GROUPS[c.group]}, {c.phase}", []).append(c)
+            for c in piece.graph.collectives:
+                passes.setdefault(f"{_GROUPS[c.group]}, {c.phase}", []).append(c)
         for c in entry.treatment.rebuilt_collectives:
             passes.setdefault(f"{_GROUPS[c.group]}, again for recomputation", []).append(c)
     result = [

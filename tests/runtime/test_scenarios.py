@@ -9,6 +9,7 @@ import pytest
 from .scenarios import SCENARIOS
 
 
+@pytest.mark.filterwarnings("ignore:keepwise. this step differs")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_scenario(scenario: Callable[[], None]) -> None:
     scenario()

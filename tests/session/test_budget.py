@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from keepwise._errors import KeepwiseError, UsageError
-from keepwise.session.budget import check_budget, parse_budget, show_bytes
+from keepwise._units import show_bytes
+from keepwise.session.budget import check_budget, parse_budget
 
 
 def parse(budget: object) -> int | None:

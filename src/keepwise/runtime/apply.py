@@ -26,10 +26,15 @@ import torch
 from torch import nn
 
 from keepwise._errors import KeepwiseError
+from keepwise._units import show_bytes
+from keepwise._warn import warn
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import Program
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.watch import can_watch, foreign_modes
+
+KEPT_SHARE = 0.05
+"""Share of the planned bytes kept against the plan above which a warning says so."""
 
 _NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
@@ -70,6 +75,7 @@ class Runner:
         self.collecting = False
         self.seen: list[StepStats] = []
         """Statistics of the audited steps while `collecting`."""
+        self.has_warned = False
         self.trusted: frozenset[type] = frozenset()
         """Dispatch modes under which replays were seen to be right."""
         self.local = threading.local()
@@ -114,6 +120,19 @@ class Runner:
                 yield guard
         finally:
             self.local.guard = outer
+        self._warn_of(guard.stats)
+
+    def _warn_of(self, stats: StepStats) -> None:
+        """Say once that the plan holds more than it should."""
+        if self.has_warned or self.collecting or stats.kept_share <= KEPT_SHARE:
+            return
+        self.has_warned = True
+        where = f" First difference: {stats.first_difference}." if stats.first_difference else ""
+        warn(
+            f"keepwise: this step differs from the recorded one, so {show_bytes(stats.deviation_bytes)} are held that the plan "
+            f"does not hold (it dropped {show_bytes(stats.dropped_bytes)}). Gradients are right, the budget may not hold.{where} "
+            "Run keepwise.fit on a batch like this one if it is the usual one"
+        )
 
     def forward(self, model: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Run the user's forward."""

@@ -83,6 +83,13 @@ def mutates(func: Any) -> bool:
     return schema is None or schema.is_mutable
 
 
+@functools.cache
+def returns_view(func: Any) -> bool:
+    """Whether a result of an op may share memory with an argument; True for whatever has no schema."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
     """Tensors among the arguments that an op writes according to its schema; all of them where it has none."""
     if getattr(func, "_schema", None) is None:

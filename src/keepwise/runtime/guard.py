@@ -14,6 +14,9 @@ Notes:
    does not know, one that got another tensor, or one that reached the storage through an unknown alias, makes that run forget
    all objects on it. That is decided by storages, not by what the recording calls the tensors.
 5. A tensor can be saved before it is written (RReLU's noise). It is kept until the op that finishes it has been captured.
+6. Where an op that only reads is wired otherwise than recorded (a mask in some batches only, a skipped layer), it is captured with
+   what it really got: an argument that its run makes is made again, any other is held, like a leaf. Held is only what plain
+   autograd could not let be overwritten either, or what records no gradient: else a write after forward would raise here and not there.
 """
 
 from __future__ import annotations
@@ -22,11 +25,21 @@ from typing import Any
 
 import torch
 
-from keepwise.runtime.calls import device_of, has_subclass, mutates, skeleton, tensors_in, written_tensors
+from keepwise.runtime.calls import (
+    device_of,
+    has_subclass,
+    mutates,
+    returns_view,
+    skeleton,
+    storage_key,
+    tensors_in,
+    tensors_out,
+    written_tensors,
+)
 from keepwise.runtime.capture import Call, Cell
 from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
-from keepwise.runtime.geometry import Geometry, copy_whole
+from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
 from keepwise.runtime.holding import Namer, alias, version_of
 from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
@@ -35,6 +48,8 @@ from keepwise.runtime.stats import StepStats
 from keepwise.runtime.watch import Watch, innermost_hooks, unpack
 
 Tensor = torch.Tensor
+Source = tuple[int, Cell | None, Geometry | None, WindowRun | None]
+"""View id, the cell of an enclosing run, where the view lies over another one, that run."""
 _graph_task = torch._C._current_graph_task_id
 _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
@@ -53,6 +68,10 @@ class Guard(Watch):
         self.pending: dict[int, list[DroppedSave]] = {}
         """Op that finishes them -> saves that wait for it (note 5)."""
         self.counted: set[tuple[int, int]] = set()
+        self.kept: set[int] = set()
+        """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
+        self.strange: set[int] = set()
+        """Storages of results of ops that the recording does not know; only for the statistics."""
 
     def restart(self) -> None:
         """A new forward pass begins: nothing of the last one is continued."""
@@ -63,6 +82,8 @@ class Guard(Watch):
         self.runs = [None] * len(self.runs)
         self.pending = {}
         self.counted = set()
+        self.kept = set()
+        self.strange = set()
         self.forget_all()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,8 +100,11 @@ class Guard(Watch):
             entry = self._find(func)
             if entry is None:
                 self.stats.num_unknown_ops += 1
+                self.stats.differs(f"{func}, which the recorded step does not have here")
                 self.last = (self.last[1], func)
-                return self._unwatched(func, args, kwargs)
+                result = self._unwatched(func, args, kwargs)
+                self.strange.update(key for t in tensors_out(result) if t is not None and (key := storage_key(t)))
+                return result
         self.last = (self.last[1], func)
         self.place = entry.index + 1
         if entry.is_checked:
@@ -151,7 +175,7 @@ class Guard(Watch):
                 written += [tensors[i] for i in entry.written]
             protect(written)
         captured: list[tuple[WindowRun, Call]] = []
-        if entry.uses and fits:
+        if entry.uses and (fits or not entry.mutates):
             random = None
             if entry.random:
                 generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
@@ -161,6 +185,10 @@ class Guard(Watch):
                 call = self._capture(run, use, entry, func, seen_args, seen_kwargs, tensors, views, random)
                 if call is not None:
                     captured.append((run, call))
+                else:
+                    self.stats.differs(f"{entry.where} got other tensors")
+        elif entry.uses:
+            self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
         try:
             result = func(*args, **(kwargs or {}))
         except BaseException:
@@ -200,61 +228,111 @@ class Guard(Watch):
         views: list[int],
         random: RandomState | None,
     ) -> Call | None:
-        """The call as one window will replay it; None where its wiring is not the recorded one."""
+        """The call as one window will replay it; None where that is not possible."""
         if run.calls is None:
             return None
-        roots = self.program.roots
-        outer: list[tuple[WindowRun, Cell]] = []
-        fill: dict[int, tuple[int, Cell | None, Geometry | None]] = {}
-        holds: list[tuple[Tensor, int]] = []
+        sources = self._as_recorded(run, use, entry, tensors, views)
+        if sources is None and not entry.mutates:
+            sources = self._as_given(run, use, func, tensors, views)
+        if sources is None:
+            return None
         put: list[Any] = []
-        for i, (t, view, expected, kind) in enumerate(zip(tensors, views, entry.ins, use.kinds, strict=True)):
-            if kind == LEAF:
-                held = alias(t)
-                put.append(held)
-                holds.append((held, version_of(held)))
-                continue
-            if kind == COPY:
+        held: list[int] = []
+        filled: dict[int, tuple[int, Cell | None, Geometry | None]] = {}
+        for i, (t, source) in enumerate(zip(tensors, sources, strict=True)):
+            if source is LEAF:
+                put.append(alias(t))
+                held.append(i)
+            elif source is COPY:
                 put.append(copy_whole(t))
-                continue
-            if view != expected:
-                return None
-            put.append(None)
-            if kind == LOCAL:
-                geometry = None
-                if view not in run.made or not self.is_itself(t):
-                    geometry = self.geometry(t, roots[view]) if roots[view] in run.made else None
-                    if geometry is None:
-                        return None
-                fill[i] = (view, None, geometry)
             else:
-                parent = self.runs[use.outer[i]]
-                cell = self._cell(parent, view, t)
-                if parent is None or cell is None:
-                    return None
-                outer.append((parent, cell))
-                fill[i] = (view, cell, None)
+                put.append(None)
+                filled[i] = source[:3]
+                if source[3] is not None and source[1] is not None:
+                    run.outer.append((source[3], source[1]))
         new_args, new_kwargs, places = skeleton(args, kwargs, put)
-        hold_places = [places[i] for i, kind in enumerate(use.kinds) if kind == LEAF]
-        filled = [i for i in range(len(put)) if i in fill]
-        run.outer.extend(outer)
-        own = [places[i] for i in entry.written if use.kinds[i] == COPY]
-        writes = [fill[i] for i in entry.written if i in fill]
+        order = list(filled)
+        writes = [filled[i] for i in entry.written if i in filled]
         return Call(
             func=func,
             args=new_args,
             kwargs=new_kwargs,
-            places=[places[i] for i in filled],
-            sources=[fill[i] for i in filled],
-            copies=tuple(filled.index(i) for i in use.copies if i in fill),
-            owns=own,
+            places=[places[i] for i in order],
+            sources=list(filled.values()),
+            copies=tuple(order.index(i) for i in use.copies if i in filled),
+            owns=[places[i] for i in entry.written if sources[i] is COPY],
             writes=tuple(g.root if g is not None else v for v, cell, g in writes if cell is None),
-            holds=holds,
-            hold_places=hold_places,
+            holds=[(put[i], version_of(put[i])) for i in held],
+            hold_places=[places[i] for i in held],
             outs=entry.outs,
             random=random,
             where=entry.where,
         )
+
+    def _as_recorded(
+        self, run: WindowRun, use: Use, entry: OpEntry, tensors: list[Tensor], views: list[int]
+    ) -> list[Any] | None:
+        """Where a replay will find each argument: LEAF, COPY or a `Source`. None where the wiring is not the recorded one."""
+        if len(tensors) != len(entry.ins):
+            return None
+        found: list[Any] = []
+        for i, (t, view, expected, kind) in enumerate(zip(tensors, views, entry.ins, use.kinds, strict=True)):
+            if kind in (LEAF, COPY):
+                found.append(kind)
+                continue
+            if view != expected:
+                return None
+            source = self._local(run, view, t) if kind == LOCAL else self._outer(use.outer[i], view, t)
+            if source is None:
+                return None
+            found.append(source)
+        return found
+
+    def _as_given(
+        self, run: WindowRun, use: Use, func: Any, tensors: list[Tensor], views: list[int]
+    ) -> list[Any] | None:
+        """The same for an op that is wired otherwise (note 6); None where an argument may not be held."""
+        found: list[Any] = []
+        may_hold = not returns_view(func)  # else a replay that writes to the view would write to what is held
+        for t, view in zip(tensors, views, strict=True):
+            source = None
+            if view >= 0:
+                source = self._local(run, view, t)
+                window = self.program.windows[use.window].parent
+                while source is None and window >= 0:
+                    source = self._outer(window, view, t)
+                    window = self.program.windows[window].parent
+            if source is None:
+                source = self._held(t) if may_hold else None
+                if source is None:
+                    return None
+            found.append(source)
+        return found
+
+    def _local(self, run: WindowRun, view: int, t: Tensor) -> Source | None:
+        """`t` as the run itself makes it; None if it does not."""
+        if view in run.made and self.is_itself(t):
+            return view, None, None, None
+        root = self.program.roots[view]
+        geometry = self.geometry(t, root) if root in run.made else None
+        return (view, None, geometry, None) if geometry is not None else None
+
+    def _outer(self, window: int, view: int, t: Tensor) -> Source | None:
+        """`t` as an enclosing window's run retains it; None if it does not."""
+        parent = self.runs[window]
+        cell = self._cell(parent, view, t)
+        return (view, cell, None, parent) if cell is not None else None
+
+    def _held(self, t: Tensor) -> int | None:
+        """How an argument is captured that nothing makes again: LEAF or COPY; None if it may not be held (note 6)."""
+        if t.layout is not torch.strided:
+            return None
+        if t.nbytes <= SMALL_BYTES:
+            return COPY
+        if t.requires_grad and not t.is_leaf and storage_key(t) not in self.kept:
+            return None
+        self._deviates(t)
+        return LEAF
 
     def pack(self, t: Tensor) -> Any:
         """Hook: drop the tensor if the plan does and its replay is complete, else keep it."""
@@ -273,10 +351,19 @@ class Guard(Watch):
                 if run is not None and cell is not None:
                     return self._drop(t, view, window, run, cell)
                 stats.num_deviations += 1
-                stats.deviation_bytes += program.nbytes[view]
+                self._deviates(t)
         elif not t.is_leaf and t.layout is torch.strided:
             stats.saved_bytes += t.nbytes
+            if storage_key(t) in self.strange:
+                self._deviates(t)
         return self.keep(t)
+
+    def _deviates(self, t: Tensor) -> None:
+        """Count a tensor that is held because the step differs."""
+        key = storage_key(t)
+        if key is not None and key not in self.kept:
+            self.kept.add(key)
+            self.stats.deviation_bytes += t.nbytes
 
     def _drop(self, t: Tensor, view: int, window: int, run: WindowRun, cell: Cell) -> DroppedSave:
         save = DroppedSave(run, cell, t)
@@ -296,7 +383,7 @@ class Guard(Watch):
 
     def _finish(self, save: DroppedSave) -> None:
         kept, save.pending = save.pending, None
-        if self.stats.auditing:
+        if self.stats.auditing and save.version.is_current():  # overwritten: backward may not read it, and need not
             with torch._C._DisableTorchDispatch():
                 save.cell.digest = digest(kept.unpack())
 

@@ -115,6 +115,10 @@ class VersionStub:
                 self.alias = t.detach()
                 self.alias.data = _nothing(t.dtype, t.device)
 
+    def is_current(self) -> bool:
+        """Whether the tensor was not written."""
+        return self.alias is None or self.alias._version == self.version
+
     def check(self) -> None:
         """Raise as plain autograd does where the tensor was written.
 

@@ -27,7 +27,9 @@ class StepStats:
     num_deviations: int = 0
     """Saved tensors that the plan drops and that were kept because the step differed from the recorded one."""
     deviation_bytes: int = 0
-    """Their bytes."""
+    """Their bytes, and those of other tensors that had to be held for that reason."""
+    first_difference: str = ""
+    """Where the step first differed from the recorded one."""
     num_ops: int = 0
     """Ops that the guard saw."""
     num_unknown_ops: int = 0
@@ -54,6 +56,15 @@ class StepStats:
             self.num_replays += 1
             self.num_ops_replayed += num_ops
             self.replay_seconds += seconds
+
+    def differs(self, what: str) -> None:
+        """Note where the step differs from the recorded one."""
+        self.first_difference = self.first_difference or what
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the bytes to be dropped that had to be kept because the step differed."""
+        return self.deviation_bytes / max(self.deviation_bytes + self.dropped_bytes, 1)
 
     def compare(self, original: int, replayed: int, view: int, path: str) -> None:
         """Compare the digests of a dropped tensor and of its replay.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from keepwise._units import show_bytes
 from keepwise.ir import Category, Phase, Step
-from keepwise.session.budget import show_bytes
 from keepwise.simulate import Timeline
 
 

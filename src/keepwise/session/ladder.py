@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from keepwise._units import show_bytes
 from keepwise.ir import Schedule, Step
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.runtime.program import Program, compile_program
-from keepwise.session.budget import show_bytes
 from keepwise.simulate import simulate
 
 Key = tuple[tuple[int, ...], ...]

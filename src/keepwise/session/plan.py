@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from keepwise._errors import UsageError
+from keepwise._units import show_bytes, show_number, unit_of
 from keepwise.ir import Phase, Schedule, Step
 from keepwise.runtime.apply import Runner, attach, detach, models_of
 from keepwise.runtime.program import compile_program
 from keepwise.runtime.stats import StepStats
-from keepwise.session.budget import show_bytes, show_number, unit_of
 from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute, decisions_of
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint

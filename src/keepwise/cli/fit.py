@@ -96,7 +96,9 @@ def command(
             verify=verify,
         )
         inert = plan.status.name == "INERT"
-        proof = prove_target(loaded, plan, say, optimizer=made)[0] if verify and not inert else None
+        proof = plan.proof  # of the very step that was planned; a plan from the cache has none
+        if verify and not inert and proof is None:
+            proof = prove_target(loaded, plan, say, optimizer=made)[0]
         measured = (
             measure_target(loaded, plan, say, optimizer=made, grads=grads, pairs=pairs)
             if measure and not inert

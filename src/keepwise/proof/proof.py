@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ COMPARED = ("loss", "outputs", "gradients", "buffers", "rng", "parameters")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Outcome of `keepwise.proof`."""
+    """Outcome of `keepwise.verify`, or of the planned step that `fit` made (`plan.proof`)."""
 
     identical: bool | None
     """Whether everything compared is equal bit for bit; None where the plain step does not repeat."""
@@ -88,18 +88,36 @@ class Observation:
         return h.hexdigest()
 
 
-def observe(model: nn.Module | None, result: Any) -> Observation:
-    """Digest what a step left behind: its result (loss or outputs), gradients, buffers, parameters, generators."""
+def observe(
+    model: nn.Module | None,
+    result: Any,
+    generators: Iterable[torch.Generator] = (),
+    *,
+    gradients: Mapping[str, int | None] | None = None,
+    parameters: bool = True,
+) -> Observation:
+    """Digest what a step left behind: its result (loss or outputs), gradients, buffers, parameters, generators.
+
+    Args:
+        model: whose tensors.
+        result: what the step returned: the loss first, if it is a scalar.
+        generators: others than the global ones.
+        gradients: their digests by name, where they are known already.
+        parameters: whether the step may change parameters.
+    """
     items: dict[str, int] = {}
     for i, leaf in enumerate(_pytree.tree_leaves(result)):
         if isinstance(leaf, Tensor):
             items["loss" if i == 0 and leaf.numel() == 1 else f"outputs/{i}"] = strong_digest(leaf)
     if model is not None:
         for name, p in model.named_parameters():
-            items[f"gradients/{name}"] = 0 if p.grad is None else strong_digest(p.grad)
+            if gradients is not None:
+                items[f"gradients/{name}"] = gradients.get(name) or 0
+            else:
+                items[f"gradients/{name}"] = 0 if p.grad is None else strong_digest(p.grad)
         for name, b in model.named_buffers():
             items[f"buffers/{name}"] = strong_digest(b)
-        for name, p in model.named_parameters():
+        for name, p in model.named_parameters() if parameters else ():
             items[f"parameters/{name}"] = strong_digest(p)
     items["rng/cpu"] = strong_digest(torch.get_rng_state())
     if torch.cuda.is_available():
@@ -107,6 +125,8 @@ def observe(model: nn.Module | None, result: Any) -> Observation:
             items[f"rng/cuda:{i}"] = strong_digest(state)
     items["rng/python"] = _number(repr(random.getstate()))
     items["rng/numpy"] = _number(repr([x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]))
+    for i, generator in enumerate(generators):
+        items[f"rng/own generator {i}"] = strong_digest(generator.get_state())
     return Observation(items)
 
 
@@ -171,6 +191,33 @@ def prove(
         num_compared=sum(len(o.items) for o in third),
         num_replays_compared=audited,
         digests=tuple(o.digest() for o in third),
+    )
+
+
+def proof_of_one(
+    plain: Observation, planned: Observation, *, repeats: bool, repeat_difference: str, num_replays: int
+) -> Proof:
+    """The proof from one plain and one planned step whose replays all equal their originals.
+
+    Args:
+        plain: left behind by the plain step.
+        planned: left behind by the planned one.
+        repeats: whether the plain step equals itself.
+        repeat_difference: what differs where it does not.
+        num_replays: replayed tensors that were compared.
+    """
+    difference = plain.difference(planned) if repeats else repeat_difference
+    present = {key.partition("/")[0] for key in plain.items}
+    return Proof(
+        identical=not difference if repeats else None,
+        recomputed_identical=True,
+        repeatable=repeats,
+        compared=tuple(c for c in COMPARED if c in present),
+        first_difference=difference,
+        num_steps=1,
+        num_compared=len(planned.items),
+        num_replays_compared=num_replays,
+        digests=(planned.digest(),),
     )
 
 

@@ -11,26 +11,50 @@ import torch
 from torch import nn
 
 from keepwise._errors import MismatchError
+from keepwise.proof.proof import Observation, observe
 from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach
-from keepwise.runtime.digest import strong_digest
 from keepwise.session.batch import Batch
 from keepwise.session.plan import Plan
 from keepwise.trace import Traced
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the step showed."""
+    """What the planned step showed."""
 
     bad_storages: frozenset[int]
     """Storages whose replay differs from the original."""
     num_audited: int
     """Replayed tensors that were compared."""
-    difference: str = ""
-    """First difference of the planned step from the plain one, if plain repeats and every replay is right; else empty."""
+    num_deviations: int
+    """Saved tensors that the plan drops and that were kept because the step is not the recorded one."""
+    deviation_bytes: int
+    """Their bytes."""
+    observed: Observation | None
+    """What the step left behind; None where its backward could not go on."""
+
+
+def observe_step(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callable[..., Observation]:
+    """For `trace_steps`: what its first step left behind, gradients left out (the trace digests them itself)."""
+
+    def look(result: Any, generators: list[torch.Generator]) -> Observation:
+        return observe(model, result, generators, gradients={}, parameters=optimizer is not None)
+
+    return look
+
+
+def traced_observation(traced: Traced) -> Observation:
+    """What the first traced step left behind."""
+    items: dict[str, int] = dict(traced.observed.items)
+    for name, value in traced.gradients.items():
+        items[f"gradients/{name}"] = value or 0
+    return Observation(items)
+
+
+def generators_of(traced: Traced) -> list[torch.Generator]:
+    """The user's own generators that the first step drew from."""
+    return [g for g, _ in traced.first.generators]
 
 
 def prove_plan(
@@ -38,29 +62,27 @@ def prove_plan(
     model: nn.Module,
     run: Callable[[], Any],
     batch: Batch,
-    traced: Traced,
+    generators: list[torch.Generator],
     optimizer: torch.optim.Optimizer | None,
     *,
     uses_context: bool,
-    repeats: bool | None,
 ) -> Outcome:
-    """Run the planned step from the state that the trace started from.
+    """Run the planned step, from the present state, with every replay compared.
 
     Args:
         plan: not yet applied.
         model: without a plan on it.
         run: one whole step.
         batch: its arguments.
-        traced: the plain steps, from the same state.
+        generators: others than the global ones that it draws from.
         optimizer: whose step `run` makes, if any.
-        repeats: whether the plain step repeats; None: find out if need be.
         uses_context: whether the plan covers the user's whole step (`with plan:`) rather than the model's forward.
     """
-    generators = [g for g, _ in (*traced.first.generators, *traced.recording.generators)]
     state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
     runner = plan.runner
     runner.audit_every, runner.num_steps, runner.collecting = 1, 0, True
     dropping = not runner.program.drops_nothing
+    observed: Observation | None = None
     try:
         state.clear_gradients()
         if dropping:
@@ -71,63 +93,53 @@ def prove_plan(
                     result = run()
             else:
                 result = run()
+            observed = observe(model, result, generators, parameters=optimizer is not None)
         except MismatchError:  # backward could not go on; the tensors concerned are known
-            result = None
+            pass
         finally:
             detach(model)
-        bad = frozenset(plan.step.values[view].storage for stats in runner.seen for view in stats.mismatched)
-        difference = "" if bad else _difference(model, traced, result)
-        if difference and repeats is None:
-            state.restore()
-            state.clear_gradients()
-            repeats = not _difference(model, traced, run())
-        audited = sum(stats.num_audited for stats in runner.seen)
-        return Outcome(bad_storages=bad, num_audited=audited, difference=difference if repeats else "")
+        return Outcome(
+            bad_storages=frozenset(
+                plan.step.values[view].storage for stats in runner.seen for view in stats.mismatched
+            ),
+            num_audited=sum(stats.num_audited for stats in runner.seen),
+            num_deviations=sum(stats.num_deviations for stats in runner.seen),
+            deviation_bytes=sum(stats.deviation_bytes for stats in runner.seen),
+            observed=observed,
+        )
     finally:
         runner.audit_every, runner.num_steps, runner.collecting = 0, 0, False
         runner.reset()
         state.restore()
 
 
-def time_plain(
+def run_plain(
     model: nn.Module,
     run: Callable[[], Any],
     batch: Batch,
-    traced: Traced,
+    generators: list[torch.Generator],
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[float, str]:
-    """One plain step from the state that the trace started from.
+) -> tuple[float, Observation]:
+    """One plain step from the present state, which is put back.
 
     Returns:
-        Its seconds, and what differs from the traced step (empty: it repeats).
+        Its seconds, and what it left behind.
     """
-    generators = [g for g, _ in (*traced.first.generators, *traced.recording.generators)]
     state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
     try:
         state.clear_gradients()
         began = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - began
-        return seconds, _difference(model, traced, result)
+        return seconds, observe(model, result, generators, parameters=optimizer is not None)
     finally:
         state.restore()
-
-
-def _difference(model: nn.Module, traced: Traced, result: Any) -> str:
-    expected = traced.first.result
-    if isinstance(expected, Tensor) and isinstance(result, Tensor) and strong_digest(expected) != strong_digest(result):
-        return "the losses"
-    for name, p in model.named_parameters():
-        g = traced.gradients.get(name)
-        if (g is None) != (p.grad is None) or (p.grad is not None and g != strong_digest(p.grad)):
-            return f"the gradients of {name}"
-    return ""
 
 
 def not_repeatable(traced: Traced, difference: str) -> str:
     """A note for the user."""
     return (
-        f"the plain step is not repeatable from the same state ({difference} differ{_first_path(traced)}): comparing whole steps "
+        f"the plain step is not repeatable from the same state ({difference}{_first_path(traced)}): comparing whole steps "
         "proves nothing; every replayed tensor was compared with its original instead"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from keepwise._errors import UsageError
+from keepwise.session.sizes import growth, key_of, tensors_at
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -40,6 +41,17 @@ def as_batch(args: Any, kwargs: Mapping[str, Any] | None) -> Batch:
     raise UsageError(
         f"args must be a tuple for model(*args), a mapping for model(**args) or a tensor, got {type(args).__name__}"
     )
+
+
+def largest_first(batches: Iterable[Any]) -> list[Batch]:
+    """Batches in the order given, but the first one is none that another is larger than."""
+    found = [as_batch(b, None) for b in batches]
+    keys = [key_of(b.args, b.kwargs) for b in found]
+    largest = 0
+    for i, key in enumerate(keys):
+        if growth(keys[largest], key).linear > 1:
+            largest = i
+    return [found[largest], *found[:largest], *found[largest + 1 :]]
 
 
 def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
@@ -114,23 +126,7 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
 
 
 def _tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def walk(where: str, x: Any) -> None:
-        if isinstance(x, torch.Tensor):
-            found.append((where, x))
-        elif isinstance(x, Mapping):
-            for k, v in x.items():
-                walk(f"{where}[{k!r}]", v)
-        elif isinstance(x, (tuple, list)):
-            for i, v in enumerate(x):
-                walk(f"{where}[{i}]", v)
-
-    for i, a in enumerate(batch.args):
-        walk(f"args[{i}]", a)
-    for k, v in batch.kwargs.items():
-        walk(f"kwargs[{k!r}]", v)
-    return found
+    return [*tensors_at(batch.args, "args"), *tensors_at(batch.kwargs, "kwargs")]
 
 
 def whole_step(

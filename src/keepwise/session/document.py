@@ -10,6 +10,7 @@ import msgspec
 from keepwise._errors import PlanMismatch, UsageError
 from keepwise.ir import Schedule, Step
 from keepwise.session.fingerprint import Fingerprint
+from keepwise.session.sizes import Key
 
 PLAN_VERSION = 1
 
@@ -36,10 +37,10 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the recorded step begins with the model's forward (else with the user's own step)."""
     scales: bool = False
     """Whether batches of other sizes get plans of their own, for the same budget."""
-    batch_key: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the tensors in the recorded batch."""
-    batch_elements: int = 0
-    """Elements in them."""
+    batch_key: Key = ()
+    """Places and shapes of the tensors in the recorded batch."""
+    batch_scales: tuple[tuple[Key, float], ...] = ()
+    """Other batches that were seen, and their activations as a multiple of the recorded ones."""
     notes: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
 

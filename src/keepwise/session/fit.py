@@ -12,19 +12,29 @@ import torch
 from torch import nn
 
 from keepwise._errors import KeepwiseError, UsageError
+from keepwise._units import show_bytes
 from keepwise.ir import Schedule, Step
+from keepwise.proof.proof import proof_of_one
 from keepwise.runtime.apply import attach, detach, runner_of
-from keepwise.session.admit import not_repeatable, prove_plan, time_plain
-from keepwise.session.batch import Batch, Loss, as_batch, check_devices, make_optimizer, whole_step
+from keepwise.session.admit import (
+    generators_of,
+    not_repeatable,
+    observe_step,
+    prove_plan,
+    run_plain,
+    traced_observation,
+)
+from keepwise.session.batch import Batch, Loss, as_batch, check_devices, largest_first, make_optimizer, whole_step
 from keepwise.session.budget import check_budget, parse_budget
 from keepwise.session.cache import PlanCache
 from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
-from keepwise.session.ladder import describe
+from keepwise.session.ladder import Ladder
 from keepwise.session.pins import apply_pins, check_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_schedule
+from keepwise.session.sizes import Key, key_of, shapes_in_words
 from keepwise.session.status import Status
 from keepwise.session.step_facts import notes_of, only_inside_forward
 from keepwise.simulate import simulate
@@ -33,6 +43,8 @@ from keepwise.trace.arena import ARENA
 
 MAX_PROOFS = 3
 """How often storages whose replay differed are moved to the kept ones before the plan is given up."""
+MAX_BATCHES = 8
+"""Batches of distinct shapes that a plan is proved on."""
 
 
 def fit(
@@ -70,7 +82,7 @@ def fit(
         loss: model output -> scalar tensor; by default the output itself if it is a scalar, else its `.loss` or `["loss"]`.
         step: instead of `args`: a callable without arguments that runs one whole step of any form. Use `with plan:` around later steps.
         optimizer: an instance or a class: its state and its `step()` count in the peak.
-        batches: several representative batches, largest first; the plan holds the budget for the largest.
+        batches: several representative batches, largest first: one plan set for all of them, proved on each shape.
         grads: `"held"`: gradient buffers exist during the whole step; `"fresh"`: they appear in backward.
         in_flight: micro-batches whose forward runs before the first backward.
         host_budget: host memory for offloaded tensors; None: no offload.
@@ -104,7 +116,7 @@ def fit(
         raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
     if step is not None and (args is not None or kwargs):
         raise UsageError("pass either args or step=, not both")
-    all_batches = [as_batch(b, None) for b in batches] if batches is not None else [as_batch(args, kwargs)]
+    all_batches = largest_first(batches) if batches is not None else [as_batch(args, kwargs)]
     batch = all_batches[0]
     if os.environ.get("KEEPWISE") == "0":
         return _inert(model, "KEEPWISE=0 is set: the model runs as it is")
@@ -120,7 +132,8 @@ def fit(
     try:
         run = step if step is not None else whole_step(model, batch, loss, made_optimizer)
         store = PlanCache(cache) if cache is not None else None
-        key = (budget, planner, pin, grads, in_flight, on_infeasible, str(batch_shapes(batch)))
+        shapes = tuple(dict.fromkeys(key_of(b.args, b.kwargs) for b in all_batches))
+        key = (budget, planner, pin, grads, in_flight, on_infeasible, shapes)
         if store is not None:
             found = store.find(model, key)
             if found is not None:
@@ -135,6 +148,7 @@ def fit(
                 optimizer=made_optimizer,
                 grads="held" if grads == "held" else "fresh",
                 device=device,
+                observe=observe_step(model, made_optimizer),
             )
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):
@@ -149,10 +163,14 @@ def fit(
             recorded = only_inside_forward(recorded, traced.recording.calls)
         recorded = apply_pins(recorded, pin)
         plain = simulate(recorded)
+        expected, generators = traced_observation(traced), generators_of(traced)
         repeats: bool | None = None
-        if verify and plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device):
+        difference = ""
+        plain_fits = plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device)
+        if verify and plain_fits:
             say("timing a plain step")
-            seconds, difference = time_plain(model, run, batch, traced, made_optimizer)
+            seconds, again = run_plain(model, run, batch, generators, made_optimizer)
+            difference = expected.difference(again)
             repeats = not difference
             recorded = msgspec.structs.replace(recorded, seconds=seconds)
             if difference:
@@ -182,34 +200,65 @@ def fit(
                 None if limit is None or want_floor else limit,
                 step is None,
                 notes,
-                all_batches,
+                shapes,
                 scales=step is None and planner == "auto",
             )
             plan = Plan(document)
-            if not verify or plan.runner.program.drops_nothing:
+            if not verify:
+                break
+            if plan.runner.program.drops_nothing:
+                if repeats is not None:
+                    plan.proof = proof_of_one(
+                        expected, expected, repeats=repeats, repeat_difference=difference, num_replays=0
+                    )
                 break
             say("proving the plan on a real step")
-            outcome = prove_plan(
-                plan, model, run, batch, traced, made_optimizer, uses_context=step is not None, repeats=repeats
-            )
-            if outcome.difference:
-                return _inert(
-                    model,
-                    f"under the plan {outcome.difference} differ from the plain step although every replay is right: nothing is "
-                    "dropped. Please report this model",
+            outcome = prove_plan(plan, model, run, batch, generators, made_optimizer, uses_context=step is not None)
+            bad = outcome.bad_storages
+            if outcome.observed is not None and not bad:
+                found = expected.difference(outcome.observed)
+                if found and repeats is None:
+                    difference = expected.difference(run_plain(model, run, batch, generators, made_optimizer)[1])
+                    repeats = not difference
+                if found and repeats:
+                    return _inert(model, _unexplained(found))
+                proof = proof_of_one(
+                    expected,
+                    outcome.observed,
+                    repeats=repeats is not False,
+                    repeat_difference=difference,
+                    num_replays=outcome.num_audited,
                 )
-            if not outcome.bad_storages:
-                plan = Plan(msgspec.structs.replace(document, notes=tuple(notes)))
-                break
+                for other in _distinct(all_batches)[1:MAX_BATCHES]:
+                    say(f"proving the plan for {shapes_in_words(key_of(other.args, other.kwargs))}")
+                    found, more, note = _prove_other(
+                        plan, model, other, loss, generators, made_optimizer, plain=plain_fits and repeats is not False
+                    )
+                    bad |= more
+                    if found:
+                        return _inert(model, _unexplained(found))
+                    if note and note not in notes:
+                        notes.append(note)
+                if not bad:
+                    chooser = plan.runner.chooser
+                    plan = Plan(
+                        msgspec.structs.replace(
+                            document,
+                            notes=tuple(notes),
+                            batch_scales=chooser.scales if isinstance(chooser, Ladder) else (),
+                        ),
+                        proof,
+                    )
+                    break
             if attempt == MAX_PROOFS:
                 raise KeepwiseError(
                     "replays still differ from their originals after "
                     f"{MAX_PROOFS} rounds of keeping the tensors concerned; nothing was applied. Please report this model"
                 )
             attempt += 1
-            recorded = _keep_also(recorded, outcome.bad_storages)
+            recorded = _keep_also(recorded, bad)
             notes.append(
-                f"kept because their replay differed from the original on the real step: {len(outcome.bad_storages)} of the saved tensors"
+                f"kept because their replay differed from the original on the real step: {len(bad)} of the saved tensors"
             )
     except BaseException:
         if previous is not None and runner_of(model) is None:
@@ -234,11 +283,45 @@ def _check_options(**given: Any) -> None:
         raise UsageError("batches= is empty; pass representative batches, the largest first")
 
 
-def batch_shapes(batch: Batch) -> list[str]:
-    """Shapes of the tensors of a batch, for people."""
-    shown = [f"{list(a.shape)}" for a in batch.args if isinstance(a, torch.Tensor)]
-    shown += [f"{k} {list(v.shape)}" for k, v in batch.kwargs.items() if isinstance(v, torch.Tensor)]
-    return shown
+def _distinct(batches: list[Batch]) -> list[Batch]:
+    """One batch of each shape, in order."""
+    return list({key_of(b.args, b.kwargs): b for b in reversed(batches)}.values())[::-1]
+
+
+def _prove_other(
+    plan: Plan,
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    generators: list[torch.Generator],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    plain: bool,
+) -> tuple[str, frozenset[int], str]:
+    """A real step of a batch that the plan was not made for, from which the plan learns the size of its activations.
+
+    Returns:
+        What differs from a plain step though every replay is right, storages whose replay is wrong, a note for the user.
+    """
+    run = whole_step(model, batch, loss, optimizer)
+    expected = run_plain(model, run, batch, generators, optimizer)[1] if plain else None
+    outcome = prove_plan(plan, model, run, batch, generators, optimizer, uses_context=False)
+    difference = ""
+    if expected is not None and outcome.observed is not None and not outcome.bad_storages:
+        difference = expected.difference(outcome.observed)
+        if difference and expected.difference(run_plain(model, run, batch, generators, optimizer)[1]):
+            difference = ""
+    note = ""
+    if outcome.num_deviations:
+        note = (
+            f"a batch of {shapes_in_words(key_of(batch.args, batch.kwargs))} takes another path than the recorded one: "
+            f"{outcome.num_deviations} tensors ({show_bytes(outcome.deviation_bytes)}) that the plan drops are kept there"
+        )
+    return difference, outcome.bad_storages, note
+
+
+def _unexplained(difference: str) -> str:
+    return f"under the plan {difference} from the plain step although every replay is right: nothing is dropped. Please report this model"
 
 
 def _keep_also(step: Step, storages: frozenset[int]) -> Step:
@@ -259,11 +342,10 @@ def _document(
     budget_bytes: int | None,
     restarts: bool,
     notes: list[str],
-    batches: list[Batch],
+    shapes: tuple[Key, ...],
     *,
     scales: bool,
 ) -> PlanDocument:
-    key, elements = describe(batches[0].args, batches[0].kwargs)
     return PlanDocument(
         fingerprint=fingerprint(model),
         step=step,
@@ -278,10 +360,9 @@ def _document(
         bound_seconds=planned.bound_seconds,
         restarts=restarts,
         scales=scales,
-        batch_key=key,
-        batch_elements=elements,
+        batch_key=shapes[0],
         notes=tuple(notes),
-        shapes=tuple(", ".join(batch_shapes(b)) for b in batches),
+        shapes=tuple(map(shapes_in_words, shapes)),
     )
 
 

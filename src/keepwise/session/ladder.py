@@ -1,30 +1,29 @@
 """Batches of other sizes than the recorded one: a few plans for the same step, each for a range of sizes.
 
 A replay takes literals and shapes from the step that runs, so one recording serves every size; what changes is how many bytes a
-decision saves. The bytes of activations of a batch are `scale` times the recorded ones: guessed from the number of elements in its
-arguments before the first step of its shape, known from the saved tensors after it. The plan for a scale is the one for the
-recorded step that leaves `budget - static` divided by the scale to everything that is not static. Scales are rounded up to powers of
-2 ** (1/4), so that a loader with hundreds of lengths needs a handful of plans; each is solved when first needed.
+decision saves. The bytes of activations of a batch are `scale` times the recorded ones: guessed (`sizes`) before the first step of
+its shape, known from the saved tensors after it. The plan for a scale is the one for the recorded step that leaves
+`budget - static` divided by the scale to everything that is not static. Scales are rounded up to powers of 2 ** (1/4), so that a
+loader with hundreds of lengths needs a handful of plans; each is solved when first needed.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from keepwise._units import show_bytes
+from keepwise._warn import warn
 from keepwise.ir import Schedule, Step
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.runtime.program import Program, compile_program
+from keepwise.session.sizes import Key, Sizes, key_of, quadratic_share, shapes_in_words
 from keepwise.simulate import simulate
-
-Key = tuple[tuple[int, ...], ...]
 
 RUNGS_PER_DOUBLING = 4
 
@@ -33,7 +32,13 @@ class Ladder:
     """Chooses the program for a batch."""
 
     def __init__(
-        self, step: Step, budget_bytes: int, program: Program, shapes: Key, num_elements: int, peak_bytes: int
+        self,
+        step: Step,
+        budget_bytes: int,
+        program: Program,
+        key: Key,
+        peak_bytes: int,
+        scales: Iterable[tuple[Key, float]] = (),
     ) -> None:
         """Start with the recorded batch.
 
@@ -41,20 +46,19 @@ class Ladder:
             step: the recorded step.
             budget_bytes: of the whole step.
             program: the plan for the recorded batch.
-            shapes: of the tensors in its arguments.
-            num_elements: in those tensors.
+            key: of the recorded batch (`sizes.key_of`).
             peak_bytes: predicted peak of the recorded batch under the plan.
+            scales: what is known of other batches.
         """
         self.step = step
         self.budget_bytes = budget_bytes
-        self.num_elements = max(num_elements, 1)
         self.saved_bytes = max(recorded_saved_bytes(step), 1)
         self._plain = simulate(step)
         self._static = self._plain.static_bytes
-        self._recorded = shapes
+        self._recorded = key
         self._programs: dict[int, tuple[Program, int]] = {}
         self._base = (program, peak_bytes)
-        self._scales: dict[Key, float] = {}
+        self._sizes = Sizes(key, quadratic_share(step, key), scales)
         room = (self.budget_bytes - self._static) / max(self._plain.peak_bytes - self._static, 1)
         self._lowest = math.floor(math.log2(max(room, 1e-9)) * RUNGS_PER_DOUBLING)
         """At this rung and below, the plain step fits."""
@@ -63,34 +67,36 @@ class Ladder:
 
     def choose(self, args: Any, kwargs: Any) -> tuple[Program, Key, bool]:
         """The program for a batch, its key, and whether even the smallest plan is over the budget."""
-        tensors = list(_tensors(args)) + list(_tensors(kwargs))
-        key = tuple(tuple(t.shape) for t in tensors)
+        key = key_of(args, kwargs)
         if key == self._recorded:
             return self._base[0], key, self._base[1] > self.budget_bytes
-        scale = self._scales.get(key)
-        if scale is None:
-            scale = sum(t.numel() for t in tensors) / self.num_elements
         with self._lock:
+            scale = self._sizes.scale(key)
             program, peak = self._program(scale)
         expected = self._static + int((peak - self._static) * scale)
         over = expected > self.budget_bytes
         if over and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"keepwise: a batch of shapes {[list(s) for s in key]} needs about {show_bytes(expected)} at least, "
-                f"the budget is {show_bytes(self.budget_bytes)}; the smallest plan is used. Split it, or raise the budget",
-                stacklevel=4,
+            warn(
+                f"keepwise: a batch of {shapes_in_words(key)} needs about {show_bytes(expected)} at least, "
+                f"the budget is {show_bytes(self.budget_bytes)}; the smallest plan is used. Split it, or raise the budget"
             )
         return program, key, over
 
     def knows(self, key: Key) -> bool:
         """Whether a forward of these shapes was seen."""
-        return key == self._recorded or key in self._scales
+        return self._sizes.knows(key)
 
     def learn(self, key: Key, saved_bytes: int) -> None:
         """Remember how large the activations of a shape really were."""
-        if key != self._recorded and saved_bytes:
-            self._scales[key] = saved_bytes / self.saved_bytes
+        if saved_bytes:
+            with self._lock:
+                self._sizes.learn(key, saved_bytes / self.saved_bytes)
+
+    @property
+    def scales(self) -> tuple[tuple[Key, float], ...]:
+        """What was learned, by key."""
+        return self._sizes.learned
 
     @property
     def num_plans(self) -> int:
@@ -131,20 +137,3 @@ def recorded_saved_bytes(step: Step) -> int:
 def _itemsize(dtype: str) -> int:
     found = getattr(torch, dtype, None)
     return found.itemsize if isinstance(found, torch.dtype) else 4
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
-
-
-def describe(args: Any, kwargs: Any) -> tuple[Key, int]:
-    """Shapes and number of elements of the tensors in a batch, as `Ladder` counts them."""
-    tensors = list(_tensors(args)) + list(_tensors(kwargs))
-    return tuple(tuple(t.shape) for t in tensors), sum(t.numel() for t in tensors)

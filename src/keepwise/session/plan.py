@@ -15,6 +15,7 @@ from torch import nn
 from keepwise._errors import UsageError
 from keepwise._units import show_bytes, show_number, unit_of
 from keepwise.ir import Phase, Schedule, Step
+from keepwise.proof.proof import Proof
 from keepwise.runtime.apply import Runner, attach, detach, models_of
 from keepwise.runtime.program import compile_program
 from keepwise.runtime.stats import StepStats
@@ -29,8 +30,10 @@ from keepwise.simulate import Timeline, simulate
 class Plan:
     """What `keepwise.fit` returns. See the attributes for the numbers, `explain` for the reasons."""
 
-    def __init__(self, document: PlanDocument) -> None:
+    def __init__(self, document: PlanDocument, proof: Proof | None = None) -> None:
         self.document = document
+        self.proof = proof
+        """What `fit` proved on a real step; None where it was asked not to, or where the plan comes from a file."""
         self._timeline: Timeline | None = None
         self._decisions: tuple[Decision, ...] | None = None
         self._contexts = threading.local()
@@ -45,8 +48,8 @@ class Plan:
                 document.budget_bytes,
                 self.runner.program,
                 document.batch_key,
-                document.batch_elements,
                 document.peak_bytes,
+                document.batch_scales,
             )
 
     # What was planned.

@@ -35,6 +35,8 @@ class Traced:
     """The first step, made with no gradients there."""
     gradients: dict[str, int | None]
     """Digest (`runtime.digest.strong_digest`) of each gradient that the first step made, by parameter name, for the proof."""
+    observed: Any
+    """What `observe` returned after the first step."""
     admission: Admission
     """What is known about each distinct op."""
     num_changed: int
@@ -53,6 +55,7 @@ def trace_steps(
     admission: Admission | None = None,
     spill: bool = True,
     device: torch.device | str | None = None,
+    observe: Callable[[Any, list[torch.Generator]], Any] | None = None,
 ) -> Traced:
     """Record the steady step that `run` makes.
 
@@ -66,6 +69,7 @@ def trace_steps(
         admission: what is known from earlier traces.
         spill: see `record`.
         device: see `record`.
+        observe: called after the first step with its result and the user's generators that it drew from.
 
     Raises:
         Exception: whatever `run` raises, after everything was put back.
@@ -84,6 +88,7 @@ def trace_steps(
     own: dict[int, tuple[torch.Generator, Tensor]] = {}
     made: dict[str, int | None] = {}
     changed: list[int] = []
+    observed: Any = None
 
     def one(leaves: tuple[Leaf, ...]) -> Recording:
         return record(
@@ -114,6 +119,9 @@ def trace_steps(
         if model is not None:
             with quiet():
                 made = {n: strong_digest(p.grad) if p.grad is not None else None for n, p in model.named_parameters()}
+        if observe is not None:
+            with quiet():
+                observed = observe(first.result, [g for g, _ in own.values()])
         if grads == "fresh":
             gradients.clear()
         ours = {t.untyped_storage()._cdata for t in tensors_of(first.result) if storage_of(t) is not None}
@@ -122,6 +130,7 @@ def trace_steps(
         recording=second,
         first=first,
         gradients=made,
+        observed=observed,
         admission=admission,
         num_changed=changed[0],
         seconds=time.perf_counter() - began,
@@ -143,7 +152,8 @@ class OptimizerState:
         self._bytes = Bytes(optimizer_tensors(optimizer))
         self._state = {p: dict(s) for p, s in optimizer.state.items()}
         self._groups = [dict(g) for g in optimizer.param_groups]
-        self._steps = getattr(optimizer, "_opt_called", None)
+        self._called = optimizer.__dict__.get("_opt_called", self)
+        """Whether `step()` was called, as a learning rate scheduler asks; this object where nobody does."""
 
     def restore(self) -> None:
         """Put all of it back."""
@@ -160,3 +170,7 @@ class OptimizerState:
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(saved)
+        if self._called is not self:
+            optimizer.__dict__["_opt_called"] = self._called
+        else:
+            optimizer.__dict__.pop("_opt_called", None)

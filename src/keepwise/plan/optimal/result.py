@@ -42,7 +42,8 @@ class OptimalResult:
     solve_seconds: float
     """Wall time of this call."""
     layers: tuple[str, ...]
-    """What was used, in order: `menus`, `chain`, `milp`, `tighten`, `second solve`, `candidates`, `interrupted`, `time limit`."""
+    """What was used, in order: `menus`, `chain`, `candidates`, `tighten`, `second solve`, `finer grains`, `interrupted`,
+    `time limit`."""
 
 
 def gap_of(added: float, bound: float, step_seconds: float) -> float:

@@ -5,6 +5,7 @@
 3. *Simulate and tighten*: the judge's peak decides; a plan that does not fit is solved again for less, one that leaves room
    for more.
 4. *Second solve*: the smallest budget at which the program takes the same time.
+5. *Finer grains*: where a gap is left, all again with tables for the lower part of the range only.
 
 Every plan that the judge accepted is remembered with its step (`workbench`), and the best that fits is the answer, so that a
 smaller budget never gives a higher peak or less added time.
@@ -72,6 +73,13 @@ def plan_optimal(
             if progress is not None:
                 progress("chain", _gap(bench, budget_bytes))
             _solve(bench, view, budget_bytes, began + time_limit, layers)
+        for number in range(len(bench.views)):
+            if _gap(bench, budget_bytes) <= tolerance:
+                break
+            view = bench.closer(number, budget_bytes, began + time_limit - time.perf_counter())
+            if view is not None:
+                layers += [] if "finer grains" in layers else ["finer grains"]
+                _solve(bench, view, budget_bytes, began + time_limit, layers)
     except KeyboardInterrupt:
         layers.append("interrupted")
     return _result(bench, budget_bytes, tolerance, began, layers)

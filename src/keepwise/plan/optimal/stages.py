@@ -248,7 +248,8 @@ def _key(
         tuple((name(s), graph.nbytes[s]) for s in inputs),
         tuple((name(s), graph.nbytes[s]) for s in outputs),
         tuple((name(s), step.storages[s].held_until - ops[0]) for s in own),
-        tuple((n.first - first, n.last - first, tuple(name(s) for s in n.storages)) for n in nodes),
+        # In an order of their own: a storage's number says nothing about its place in the stage.
+        tuple((n.first - first, n.last - first, tuple(sorted(name(s) for s in n.storages))) for n in nodes),
         (base - level).tobytes(),
         (between - level).tobytes(),
     )

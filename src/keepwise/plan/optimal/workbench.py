@@ -6,6 +6,7 @@ one without cuts, in which windows may begin from any leaf. The bound is the sma
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,10 @@ class View:
     """The menus with bytes rounded down: its plans may be a little over."""
     lower: Programs
     """The bounds with bytes rounded down."""
+    high: int
+    """Largest budget that it is about, in bytes."""
+    build_seconds: float
+    """Wall time that its tables took."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +76,8 @@ class Workbench:
     candidates: list[Candidate] = field(default_factory=list)
     """No one beaten by another in peak and time, by rising peak."""
     _tried: set[tuple[Programs, int]] = field(default_factory=set)
+    _closer: dict[tuple[int, int], View] = field(default_factory=dict)
+    """(position of a view, halvings of its range) -> the same view of the lower part of the range, in finer grains."""
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
 
@@ -119,7 +126,35 @@ class Workbench:
 
     def bound(self, budget_bytes: int) -> float:
         """Least added seconds at a budget that any view admits; infinite where none admits a plan, 0 without views."""
-        return min((view.lower.seconds(budget_bytes) for view in self.views), default=0.0)
+        least = [view.lower.seconds(budget_bytes) for view in self.views]
+        for (number, _), view in self._closer.items():
+            if budget_bytes <= view.high:
+                least[number] = max(least[number], view.lower.seconds(budget_bytes))
+        return min(least, default=0.0)
+
+    def closer(self, number: int, budget_bytes: int, seconds: float) -> View | None:
+        """A view's tables for budgets from the smallest to about this one, in finer grains.
+
+        Args:
+            number: position of the view.
+            budget_bytes: the budget.
+            seconds: wall time that there is for it.
+
+        Returns:
+            None where the grains would be no finer, or there is not the time.
+        """
+        view = self.views[number]
+        low, span = view.lower.low, view.high - view.lower.low
+        wanted = budget_bytes - low + 16 * view.upper.grain
+        halvings = (max(span // max(wanted, 1), 1)).bit_length() - 1
+        if halvings < 1:
+            return None
+        if (number, halvings) not in self._closer:
+            if view.build_seconds > seconds:
+                return None
+            self._closer[number, halvings] = _view(view.model, low + (span >> halvings))
+        found = self._closer[number, halvings]
+        return found if found.upper.grain < view.upper.grain else None
 
     def floor(self) -> Candidate:
         """The plan with the smallest peak that is known."""
@@ -149,16 +184,15 @@ def workbench(step: Step) -> Workbench:
 
 
 def _view(model: Model, high: int) -> View:
+    began = time.perf_counter()
     grain = _grain(model, high)
     near = Programs(model, model.menus, high=high, grain=grain, rounding="down")
     # In a long chain, rounding up adds up to more than it saves the judge.
     long = model.num_stages >= LONG_CHAIN
-    return View(
-        model=model,
-        upper=near if long else Programs(model, model.menus, high=high, grain=grain, rounding="up"),
-        near=near,
-        lower=Programs(model, model.bounds, high=high, grain=grain, rounding="down"),
-    )
+    upper = near if long else Programs(model, model.menus, high=high, grain=grain, rounding="up")
+    lower = Programs(model, model.bounds, high=high, grain=grain, rounding="down")
+    seconds = time.perf_counter() - began
+    return View(model=model, upper=upper, near=near, lower=lower, high=high, build_seconds=seconds)
 
 
 def _grain(model: Model, high: int) -> int:
@@ -170,7 +204,7 @@ def _grain(model: Model, high: int) -> int:
     levels = [problem.level for part in model.parts for problem in part.problems]
     span = max(high - min(levels, default=0), 1)
     stages = max(model.num_stages, 1)
-    finest = max(1, span // max(2000, min(60_000, 1_200_000 // stages)))
+    finest = max(1, span // max(2000, min(30_000, 1_200_000 // stages)))
     if stages < LONG_CHAIN:
         return 1 << (finest.bit_length() - 1)
     inputs = [sum(p.cost(s) for s in p.inputs) for part in model.parts for p in part.problems]

@@ -231,7 +231,7 @@ def checkpoint_blocks(model: torch.nn.Module, policy: str) -> None:
         def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if op in (aten.mm.default, aten.addmm.default):
                 seen[ctx.is_recompute] += 1
-                if seen[ctx.is_recompute] % every == 0:
+                if (seen[ctx.is_recompute] - 1) % every == 0:
                     return CheckpointPolicy.MUST_SAVE
             kept = op == aten._scaled_dot_product_flash_attention_for_cpu.default
             return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -145,7 +145,7 @@ def test_selective_checkpointing_of_operators(every):
         def policy(ctx, op, *args, **kwargs):
             if op in (aten.mm.default, aten.addmm.default):
                 seen[ctx.is_recompute] += 1
-                if seen[ctx.is_recompute] % every == 0:
+                if (seen[ctx.is_recompute] - 1) % every == 0:
                     return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.MUST_SAVE if op == flash else CheckpointPolicy.PREFER_RECOMPUTE
 

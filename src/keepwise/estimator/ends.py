@@ -113,6 +113,7 @@ def head_graph(architecture: Architecture, stack: Stack, context: Context, loss:
     if head.kind == "none":
         b.graph.exit = x
         return b.graph
+    b.graph.in_hand.add(x)
     b.graph.input_bytes = 8 * (context.batch if head.kind == "classifier" else context.rows)
     if head.kind == "classifier":
         return _classifier(b, x, head, width)
@@ -134,7 +135,7 @@ def _classifier(b: Builder, x: int, head: Head, width: int) -> Graph:
     loss = b.value("loss", 1, 4, split="whole")
     b.op("loss", "loss", [probabilities], [loss], [probabilities])
     b.graph.exit = loss
-    b.graph.user_held = b.graph.values[logits].num_bytes
+    b.graph.output = logits
     return b.graph
 
 
@@ -156,7 +157,7 @@ def _language_head(b: Builder, x: int, head: Head, width: int, loss: Loss) -> Gr
     if head.softcap:
         scaled = b.pointwise(logits, "head.softcap_input", "head")
         logits = b.pointwise(b.pointwise(scaled, "head.softcap", "head", saves="result"), "head.logits_capped", "head")
-    b.graph.user_held = b.graph.values[logits].num_bytes
+    b.graph.output = logits
     wide = b.cast(logits, 4, "head.logits_wide", "loss") if head.upcast or context.autocast else logits
     probabilities = b.pointwise(wide, "loss.log_probabilities", "loss", saves="result")
     value = b.value("loss", 1, 4, split="whole")

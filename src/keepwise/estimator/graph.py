@@ -19,7 +19,8 @@ import msgspec
 Split = Literal["whole", "sequence", "tensor", "kv"]
 """How tensor parallelism divides a value: not at all, with sequence parallelism only, by heads or inner width, by key heads."""
 
-Kind = Literal["activation", "mask", "statistic", "index", "weight cast", "constant"]
+Kind = Literal["activation", "mask", "statistic", "index", "weight cast", "frozen cast", "constant"]
+"""A `weight cast` is autocast's narrow copy of a trained weight, which it caches until forward ends; that of a frozen one is not cached."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,8 +164,10 @@ class Graph:
         """value that enters (the hidden states)."""
         self.exit = -1
         """value that leaves."""
-        self.user_held = 0
-        """bytes that user code keeps until the step's end (the model's output)."""
+        self.output = -1
+        """value that user code keeps until the step's end (the model's output), or -1."""
+        self.in_hand: set[int] = set()
+        """values that variables of the model's code hold until its forward ends, whether autograd saves them or not."""
         self.tied: Parameter | None = None
         """table that it reads and another piece owns (a tied output projection)."""
         self.input_bytes = 0
@@ -192,6 +195,16 @@ class Graph:
     def collectives(self) -> tuple[Collective, ...]:
         """Collectives of both passes."""
         return tuple(c for op in self.ops for c in op.collectives)
+
+    @property
+    def user_held(self) -> int:
+        """Bytes that user code keeps until the step's end."""
+        return self.values[self.output].num_bytes if self.output >= 0 else 0
+
+    @functools.cached_property
+    def casts(self) -> frozenset[int]:
+        """Narrow copies of trained weights that autocast caches."""
+        return frozenset(value.index for value in self.values if value.kind == "weight cast")
 
     @functools.cached_property
     def flops(self) -> float:
@@ -244,6 +257,7 @@ class Graph:
         for op in self.ops:
             for v in op.inputs:
                 last_read[v] = last_read[self.values[v].root] = op.index
+        staying = saved | self.in_hand | {self.exit, self.output}
         live = {v for v in (self.entry,) if v >= 0}
         live_bytes = self.bytes_of(live)
         peak = live_bytes
@@ -255,7 +269,7 @@ class Graph:
             peak = max(peak, live_bytes + op.forward_extra)
             for v in dict.fromkeys((*op.inputs, *op.outputs, *(self.values[i].root for i in op.inputs))):
                 done = last_read.get(v, op.index) <= op.index
-                if done and v in live and v not in saved and v != self.exit:
+                if done and v in live and v not in staying:
                     live.discard(v)
                     live_bytes -= self.values[v].num_bytes
         return peak

@@ -313,7 +313,8 @@ class Builder:
         extra_outputs: list[int] = []
         if context.autocast:
             source = self.cast(x, context.itemsize, f"{name}.input", module)
-            copy = self.value(f"{name}.weight_cast", weight_bytes, context.itemsize, split="whole", kind="weight cast")
+            kind = "weight cast" if train else "frozen cast"
+            copy = self.value(f"{name}.weight_cast", weight_bytes, context.itemsize, split="whole", kind=kind)
             extra_outputs.append(copy)
             saves.append(copy)
         if train:

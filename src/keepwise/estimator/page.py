@@ -41,6 +41,7 @@ def render(answer: Estimate, architecture: Architecture | None, setup: Setup) ->
     data = answer.as_dict()
     data["page"] = _rule_model(answer, setup) if architecture is None else _operator_model(answer, architecture, setup)
     data["page"]["device"] = device_of(setup.device).name
+    data["page"]["whole_blocks"] = setup.checkpointing.kind in ("none", "full", "every", "sqrt")
     text = json.dumps(data).replace("</", "<\\/")
     template = files("keepwise.estimator").joinpath("page.html").read_text(encoding="utf-8")
     return template.replace("__DATA__", text)

@@ -133,17 +133,24 @@ def selective_kept(graph: Graph, modules: tuple[str, ...]) -> frozenset[int]:
     return frozenset(kept)
 
 
-def products_kept(graph: Graph, every: int) -> frozenset[int]:
-    """Results of attention kernels and of all, or every second, matrix products, whether autograd would save them or not.
+_GROUPED = ("moe.experts.up", "moe.experts.down")
+"""Grouped products of experts: not in the list of operators that is saved."""
 
-    This is what PyTorch's selective checkpointing does with the usual list of operators (torchtitan's "op" mode with `every=2`).
+
+def products_kept(graph: Graph, every: int) -> frozenset[int]:
+    """Results of attention kernels and of all matrix products, or of the first, third, ... of them, whether autograd saves them or not.
+
+    This is what PyTorch's selective checkpointing does with the usual list of operators, and torchtitan's selective mode with
+    `every=2`, which leaves the router out of its counting (torchtitan 0.3, `distributed/activation_checkpoint.py`).
     """
     kept: set[int] = set()
     products = 0
     for op in graph.ops:
         if op.kind == "matmul":
+            if op.name in _GROUPED or (every > 1 and op.name == "moe.router"):
+                continue
             products += 1
-            if products % every:
+            if (products - 1) % every:
                 continue
         elif op.kind != "attention":
             continue

@@ -145,19 +145,19 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
         if name not in best or best[name][0] < total:
             best[name] = total, parts
 
-    before = others
+    before, cached = others, 0
     start_gradients = 0.0 if fresh else float(base.gradients)
     later = sum(appearing) if fresh else float(base.gradients)
     ends = _run_ends(entries, both=fresh)
     for number, (entry, bytes_) in enumerate(zip(entries, held, strict=True)):
         later -= appearing[number]
         if number not in ends:
-            before += bytes_
+            before, cached = before + bytes_, cached + entry.treatment.cached_bytes
             continue
         piece, t = entry.pieces[-1], entry.treatment
         is_head = piece.kind == "head"
         note("forward", start_gradients, before + (0 if is_head else bytes_), 0, t.forward_peak if is_head else 0,
-             0 if is_head else max(0, t.forward_peak - bytes_))  # fmt: skip
+             cached + (0 if is_head else max(0, t.forward_peak - bytes_)))  # fmt: skip
         if is_head:
             note("loss", later, before, 0, t.saved_in_peak + output, t.backward_peak - t.saved_in_peak)
         else:
@@ -171,7 +171,7 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
                 f"backward of {piece.kind if piece.kind != 'block' else 'a block'}",
                 later, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory + waiting,
             )  # fmt: skip
-        before += bytes_
+        before, cached = before + bytes_, cached + t.cached_bytes
     if base.optimizer_workspace:
         note("optimizer step", sum(appearing) if fresh else float(base.gradients), 0, 0, 0, base.optimizer_workspace)
     if fresh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -21,6 +22,8 @@ class Treatment(msgspec.Struct, frozen=True, kw_only=True):
     """bytes: of these, what autograd holds of this piece at that moment."""
     forward_peak: int
     """bytes: most that is alive while its forward runs and after it, beyond what earlier pieces hold."""
+    cached_bytes: int
+    """bytes of narrow weights that nothing holds, but that autocast caches until the whole forward ends."""
     rebuilt_flops: float
     """floating-point operations run again."""
     rebuilt_seconds: float
@@ -40,6 +43,7 @@ def keep_all(graph: Graph, walk: Walk) -> Treatment:
         backward_peak=walk.backward_peak,
         saved_in_peak=walk.backward_saved,
         forward_peak=walk.forward_peak,
+        cached_bytes=0,
         rebuilt_flops=0.0,
         rebuilt_seconds=0.0,
         rebuilt_collectives=(),
@@ -59,6 +63,7 @@ def keep_some(graph: Graph, walk: Walk, kept: frozenset[int], cost: Cost) -> Tre
         backward_peak=max(walk.backward_peak, walk.forward_peak + walk.first_gradients) + beside,
         saved_in_peak=walk.backward_saved + beside,
         forward_peak=walk.forward_peak,
+        cached_bytes=graph.bytes_of(graph.casts - held),
         rebuilt_flops=sum(graph.ops[i].flops for i in ops),
         rebuilt_seconds=sum(cost(graph, graph.ops[i]) for i in ops),
         rebuilt_collectives=tuple(c for i in ops for c in graph.ops[i].collectives if c.phase == "forward"),
@@ -87,6 +92,7 @@ def segment(graphs: list[Graph], walks: list[Walk], cost: Cost) -> Treatment:
         return last
     earlier = sum(g.bytes_of(g.saved()) for g in graphs[:-1])
     again = [whole_again(g, cost) for g in graphs[:-1]]
+    casts = [g.bytes_of(g.casts) for g in graphs]
     entry = graphs[0].entry
     kept = graphs[0].bytes_of({entry}) if entry >= 0 else 0
     beside = kept if entry not in graphs[0].saved() else 0
@@ -96,7 +102,10 @@ def segment(graphs: list[Graph], walks: list[Walk], cost: Cost) -> Treatment:
         + earlier
         + max(walks[-1].backward_peak, walks[-1].forward_peak + walks[-1].first_gradients),
         saved_in_peak=beside + earlier + walks[-1].backward_saved,
-        forward_peak=max(w.forward_peak for w in walks),
+        forward_peak=max(
+            walk.forward_peak + before for walk, before in zip(walks, itertools.accumulate(casts, initial=0), strict=False)
+        ),
+        cached_bytes=sum(casts),
         rebuilt_flops=last.rebuilt_flops + sum(a[0] for a in again),
         rebuilt_seconds=last.rebuilt_seconds + sum(a[1] for a in again),
         rebuilt_collectives=last.rebuilt_collectives + tuple(c for a in again for c in a[2]),

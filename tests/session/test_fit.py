@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections import UserDict
 from pathlib import Path
 
 import numpy as np
@@ -438,3 +439,100 @@ def test_settings_without_effect_warn() -> None:
     model, x = stack(depth=2)
     with pytest.warns(UserWarning, match="in_flight"):
         keepwise.fit(model, x, loss=loss, budget="max", in_flight=2)
+
+
+def test_fit_keeps_its_proof() -> None:
+    model, x = stack(dropout=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = keepwise.fit(model, x, loss=loss, budget="0.7x", optimizer=optimizer)
+    assert plan.proof is not None
+    assert plan.proof.identical
+    assert set(plan.proof.compared) == {"loss", "gradients", "rng", "parameters"}
+    assert plan.proof.num_replays_compared > 0
+    assert plan.proof.num_steps == 1
+    plan.remove()
+    assert keepwise.fit(model, x, loss=loss, budget="0.7x", verify=False).proof is None
+    plan = keepwise.fit(model, x, loss=loss, budget="max")
+    assert plan.proof is not None
+    assert plan.proof.identical
+
+
+def test_a_scheduler_does_not_think_that_the_optimizer_stepped() -> None:
+    model, x = stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    keepwise.fit(model, x, loss=loss, budget="0.7x", optimizer=optimizer)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+    optimizer.step()
+    keepwise.fit(model, x, loss=loss, budget="0.7x", optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+class Masked(torch.nn.Module):
+    """Scores of all pairs; with a mask there are more ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, _ = stack(depth=4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.inner.blocks:
+            scores = x @ x.transpose(1, 2)
+            if mask is not None:
+                scores = scores.masked_fill(mask[:, None, :], -1e4)
+            x = block(torch.tanh(scores).softmax(-1) @ x)
+        return x
+
+
+@pytest.mark.parametrize("recorded", ["with", "without"])
+def test_the_budget_holds_or_it_is_said_where_only_some_batches_have_a_mask(recorded: str) -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    batches = {"with": (torch.randn(8, 48, 16), torch.rand(8, 48) < 0.2), "without": (torch.randn(8, 48, 16),)}
+    plan = keepwise.fit(model, batches[recorded], loss=loss, budget="0.6x")
+    assert plan.budget_bytes is not None
+    static = 2 * sum(p.nbytes for p in model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in (48, 31, 40, 45):
+            for batch in batches.values():
+                shorter = tuple(t[:, :length] for t in batch)
+                given = sum(t.untyped_storage().nbytes() for t in shorter)
+
+                def step(shorter: tuple[torch.Tensor, ...] = shorter) -> None:
+                    loss(model(*shorter)).backward()
+
+                step()
+                peak = static + given + allocator_peak(step)
+                assert peak <= 1.01 * plan.budget_bytes or plan.stats.over_budget
+
+
+def test_several_batches_are_proved_and_listed() -> None:
+    model, _ = stack(depth=4)
+    twin = copy.deepcopy(model)
+    batches = [torch.randn(8, n, 16) for n in (20, 48, 20, 33)]
+    said: list[str] = []
+    plan = keepwise.fit(model, loss=loss, budget="0.7x", batches=batches, progress=said.append)
+    assert plan.shapes == ("[0] [8, 48, 16]", "[0] [8, 20, 16]", "[0] [8, 33, 16]")
+    assert sum(text.startswith("proving the plan for") for text in said) == 2
+    assert len(plan.document.batch_scales) == 2
+    for x in batches:
+        assert same(run(model, x), run(twin, x))
+        assert not plan.stats.over_budget
+        assert not plan.stats.num_deviations
+
+
+def test_nested_batches_have_shapes() -> None:
+    class Nested(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, _ = stack(depth=2)
+
+        def forward(self, batch: UserDict[str, torch.Tensor]) -> torch.Tensor:
+            return self.inner(batch["x"])
+
+    plan = keepwise.fit(Nested(), (UserDict(x=torch.randn(8, 20, 16)),), loss=loss, budget="0.95x")
+    assert plan.shapes == ("[0].x [8, 20, 16]",)

@@ -53,8 +53,8 @@ class Chooser(Protocol):
         """Whether a forward of that key was seen."""
         ...
 
-    def learn(self, key: Any, saved_bytes: int) -> None:
-        """Told what a forward of that key saved."""
+    def learn(self, key: Any, saved_bytes: int, extra_bytes: int) -> bool:
+        """Told what a forward of that key saved and what it held besides because it differs; whether that is over the budget."""
         ...
 
 
@@ -152,10 +152,9 @@ class Runner:
         if program.drops_nothing and chooser.knows(key):
             return call(*args, **kwargs)
         with self.guard(model, program) as watching:
-            before = watching.stats.saved_bytes
             result = call(*args, **kwargs)
-        watching.stats.over_budget |= over
-        chooser.learn(key, watching.stats.saved_bytes - before)
+        stats = watching.stats
+        stats.over_budget |= chooser.learn(key, stats.saved_bytes, stats.deviation_bytes) or over
         return result
 
 

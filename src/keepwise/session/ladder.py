@@ -5,6 +5,9 @@ decision saves. The bytes of activations of a batch are `scale` times the record
 its shape, known from the saved tensors after it. The plan for a scale is the one for the recorded step that leaves
 `budget - static` divided by the scale to everything that is not static. Scales are rounded up to powers of 2 ** (1/4), so that a
 loader with hundreds of lengths needs a handful of plans; each is solved when first needed.
+
+Where batches of some structure (a mask that the recorded batch lacks) hold more than the plan does, because their step differs, what
+they hold is taken off the room that later plans for that structure have.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from keepwise.ir import Schedule, Step
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.runtime.program import Program, compile_program
-from keepwise.session.sizes import Key, Sizes, key_of, quadratic_share, shapes_in_words
+from keepwise.session.sizes import Key, Sizes, key_of, quadratic_share, shapes_in_words, structure
 from keepwise.simulate import simulate
 
 RUNGS_PER_DOUBLING = 4
@@ -62,6 +65,12 @@ class Ladder:
         room = (self.budget_bytes - self._static) / max(self._plain.peak_bytes - self._static, 1)
         self._lowest = math.floor(math.log2(max(room, 1e-9)) * RUNGS_PER_DOUBLING)
         """At this rung and below, the plain step fits."""
+        self._highest = 64 * RUNGS_PER_DOUBLING
+        """At this rung and above, nothing is smaller than the floor plan."""
+        self._extra: dict[tuple[str, ...], float] = {}
+        """Places of a batch's tensors -> bytes held besides, for activations of the recorded size."""
+        self._peaks: dict[Key, int] = {}
+        """Peak of the plan that each shape got, in bytes, for activations of the recorded size."""
         self._warned = False
         self._lock = threading.Lock()
 
@@ -72,8 +81,11 @@ class Ladder:
             return self._base[0], key, self._base[1] > self.budget_bytes
         with self._lock:
             scale = self._sizes.scale(key)
-            program, peak = self._program(scale)
-        expected = self._static + int((peak - self._static) * scale)
+            extra = self._extra.get(structure(key), 0.0) * scale
+            room = self.budget_bytes - self._static
+            program, peak = self._program(scale * room / (room - extra) if extra < 0.9 * room else 10 * scale)
+            self._peaks[key] = peak
+        expected = self._static + int((peak - self._static) * scale + extra)
         over = expected > self.budget_bytes
         if over and not self._warned:
             self._warned = True
@@ -87,11 +99,24 @@ class Ladder:
         """Whether a forward of these shapes was seen."""
         return self._sizes.knows(key)
 
-    def learn(self, key: Key, saved_bytes: int) -> None:
-        """Remember how large the activations of a shape really were."""
-        if saved_bytes:
-            with self._lock:
-                self._sizes.learn(key, saved_bytes / self.saved_bytes)
+    def learn(self, key: Key, saved_bytes: int, extra_bytes: int) -> bool:
+        """Remember how large the activations of a shape really were, and what was held that the plan does not hold.
+
+        Returns:
+            Whether what was held is more than the budget leaves.
+        """
+        if not saved_bytes:
+            return False
+        with self._lock:
+            scale = saved_bytes / self.saved_bytes
+            self._sizes.learn(key, scale)
+            if not extra_bytes:
+                return False
+            if key != self._recorded:
+                kind = structure(key)
+                self._extra[kind] = max(self._extra.get(kind, 0.0), extra_bytes / scale)
+            peak = self._peaks.get(key, self._base[1])
+        return self._static + (peak - self._static) * scale + extra_bytes > self.budget_bytes
 
     @property
     def scales(self) -> tuple[tuple[Key, float], ...]:
@@ -105,12 +130,13 @@ class Ladder:
 
     def _program(self, scale: float) -> tuple[Program, int]:
         rung = max(math.ceil(math.log2(max(scale, 1e-9)) * RUNGS_PER_DOUBLING - 1e-9), self._lowest)
+        rung = min(rung, self._highest)
         found = self._programs.get(rung)
         if found is None:
-            found = self._programs[rung] = self._plan(2 ** (rung / RUNGS_PER_DOUBLING))
+            found = self._programs[rung] = self._plan(2 ** (rung / RUNGS_PER_DOUBLING), rung)
         return found
 
-    def _plan(self, scale: float) -> tuple[Program, int]:
+    def _plan(self, scale: float, rung: int) -> tuple[Program, int]:
         budget = self._static + int((self.budget_bytes - self._static) / scale)
         if self._plain.peak_bytes <= budget:
             schedule: Schedule = get_planner("none").plan(self.step, None)
@@ -119,6 +145,7 @@ class Ladder:
             schedule = result.schedule
             if result.status.name == "INFEASIBLE":
                 schedule = plan_floor(self.step).schedule
+                self._highest = rung
         timeline = simulate(self.step, schedule)
         return compile_program(self.step, schedule), timeline.peak_bytes
 

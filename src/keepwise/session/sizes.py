@@ -66,6 +66,11 @@ def _shape(t: torch.Tensor) -> tuple[int, ...]:
     return tuple(t.shape)
 
 
+def structure(key: Key) -> tuple[str, ...]:
+    """Which tensors a batch has, whatever their shapes."""
+    return tuple(place for place, _ in key)
+
+
 def shapes_in_words(key: Key) -> str:
     """A key for people."""
     return ", ".join(f"{place} {list(shape)}" for place, shape in key) or "no tensors"

@@ -40,6 +40,8 @@ test test-all: export OMP_NUM_THREADS ?= 1
 test: install
 	$(BIN)/python -m pytest -m "not slow"
 
+# Properties are tried on new random examples here; `make test` repeats the same ones.
+test-all: export HYPOTHESIS_PROFILE ?= search
 test-all: install
 	$(BIN)/python -m pytest
 

@@ -42,7 +42,6 @@ def test_no_op_of_a_plan_is_for_nothing(step: Step, name: str) -> None:
             assert (after > before).any()
 
 
-@pytest.mark.xfail(strict=False, reason="rarely, `full` holds a storage that nothing reads: bytes lost, not bits")
 @settings(max_examples=100, deadline=None)
 @given(random_steps(), st.sampled_from(PLANNERS))
 def test_what_is_held_is_saved_or_read_by_a_replay(step: Step, name: str) -> None:

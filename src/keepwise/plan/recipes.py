@@ -103,7 +103,7 @@ class _Search:
         self.copy_before = copy_before
         self.ops: set[int] = set()
         self.copies: dict[tuple[int, int], int] = {}
-        self.reads: set[int] = set()
+        self.reads: dict[int, int] = {}  # value -> its storage
         self.borrowed: set[int] = set()
         self.obstacles: dict[int, Obstacle] = {}
         self.seen: set[int] = set()
@@ -131,7 +131,7 @@ class _Search:
         return Recipe(
             ops=ops,
             copies=tuple(sorted(self.copies.values())),
-            reads=frozenset(self.reads),
+            reads=frozenset(s for value, s in self.reads.items() if not self._made_here(value)),
             borrowed=frozenset(self.borrowed),
             seconds=sum(self.step.ops[i].seconds for i in ops),
         )
@@ -165,7 +165,7 @@ class _Search:
             return
         leaf = self.tables.is_leaf[s]
         if settled and (leaf or s in self.available):
-            self.reads.add(s)
+            self.reads[value] = s
             return
         if (s, v.version) in self.copies:
             return
@@ -199,6 +199,12 @@ class _Search:
     def _written_at(self, value: int) -> int:
         v = self.step.values[value]
         return self.step.writers.get((v.storage, v.version), NO_OP)
+
+    def _made_here(self, value: int) -> bool:
+        """Whether the recipe makes an available value all the same, for something else: a replay prefers its own."""
+        v = self.step.values[value]
+        written = (self.step.writers.get((v.storage, version), NO_OP) for version in range(v.version + 1))
+        return self.ops.issuperset({*written, *self.step.dependencies(value)})
 
     def _require(self, op: int, storage: int) -> None:
         if op >= self.start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from torch import nn
 
 from keepwise._errors import KeepwiseError, UsageError
 from keepwise._units import show_bytes
-from keepwise.ir import Schedule, Step
+from keepwise.ir import Phase, Schedule, Step
 from keepwise.proof.proof import proof_of_one
 from keepwise.runtime.apply import attach, detach, runner_of
 from keepwise.session.admit import (
@@ -31,14 +32,16 @@ from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
-from keepwise.session.pins import apply_pins, check_pins
+from keepwise.session.pins import apply_pins, check_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_schedule
 from keepwise.session.sizes import Key, key_of, shapes_in_words
 from keepwise.session.status import Status
 from keepwise.session.step_facts import notes_of, only_inside_forward
+from keepwise.session.steppers import Steppers
 from keepwise.simulate import simulate
-from keepwise.trace import trace_steps
+from keepwise.trace import Traced, trace_steps
+from keepwise.trace.admission import Admission
 from keepwise.trace.arena import ARENA
 
 MAX_PROOFS = 3
@@ -81,6 +84,8 @@ def fit(
             `"min"` or `"max"`.
         loss: model output -> scalar tensor; by default the output itself if it is a scalar, else its `.loss` or `["loss"]`.
         step: instead of `args`: a callable without arguments that runs one whole step of any form. Use `with plan:` around later steps.
+            It runs several times; the model, optimizers and generators are put back after it, other things that it changes (a
+            scheduler, a file) are not.
         optimizer: an instance or a class: its state and its `step()` count in the peak.
         batches: several representative batches, largest first: one plan set for all of them, proved on each shape.
         grads: `"held"`: gradient buffers exist during the whole step; `"fresh"`: they appear in backward.
@@ -88,7 +93,7 @@ def fit(
         host_budget: host memory for offloaded tensors; None: no offload.
         disk: folder for the trace's spilled tensors; by default the system's temporary folder.
         planner: a name or an object with `plan(step, budget_bytes) -> Schedule`.
-        pin: module pattern -> `"keep"`, `"recompute"` or `"offload"`.
+        pin: module pattern -> `"keep"` or `"recompute"` for what it saves (`"offload"` is not there yet).
         on_infeasible: `"raise"`, or `"floor"` to apply the plan with the smallest peak instead.
         cache: folder with plans: a matching one is reused, a new one is written.
         tokens: tokens of the batch, for reports.
@@ -105,7 +110,16 @@ def fit(
     """
     say = progress or (lambda _: None)
     check_budget(budget)
-    _check_options(grads=grads, in_flight=in_flight, on_infeasible=on_infeasible, step=step, args=args, batches=batches)
+    _check_options(
+        grads=grads,
+        in_flight=in_flight,
+        on_infeasible=on_infeasible,
+        step=step,
+        args=args,
+        batches=batches,
+        loss=loss,
+        cache=cache,
+    )
     check_pins(pin)
     for name, value, default in (("in_flight", in_flight, 1), ("host_budget", host_budget, None)):
         if value != default:
@@ -129,6 +143,10 @@ def fit(
 
     previous = runner_of(model)
     detach(model)
+    steppers = Steppers(model, made_optimizer)
+    afterwards = contextlib.ExitStack()
+    if step is not None:
+        afterwards.enter_context(steppers)
     try:
         run = step if step is not None else whole_step(model, batch, loss, made_optimizer)
         store = PlanCache(cache) if cache is not None else None
@@ -140,16 +158,26 @@ def fit(
                 say("reusing a cached plan")
                 return found.apply(model)
         say("recording two steps")
-        try:
-            traced = trace_steps(
+
+        def tracing(admission: Admission | None = None) -> Traced:
+            return trace_steps(
                 run,
                 model=model,
                 inputs=(batch.args, batch.kwargs),
                 optimizer=made_optimizer,
                 grads="held" if grads == "held" else "fresh",
                 device=device,
+                admission=admission,
                 observe=observe_step(model, made_optimizer),
             )
+
+        try:
+            traced = tracing()
+            if made_optimizer is None and steppers.only is not None:
+                steppers.restore()
+                made_optimizer = steppers.only
+                say("recording again, with the optimizer that the step uses")
+                traced = tracing(traced.admission)
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):
                 return _inert(
@@ -158,10 +186,16 @@ def fit(
                 )
             raise
         recorded = traced.recording.step
-        notes = list(notes_of(traced))
+        steppers.restore()
+        notes = [*notes_of(traced), *steppers.notes]
+        if not any(op.phase == Phase.BACKWARD for op in recorded.ops):
+            notes.append(
+                "the step ran no backward, so nothing reads what was saved and nothing is planned: let step= call backward"
+            )
         if step is None:
             recorded = only_inside_forward(recorded, traced.recording.calls)
         recorded = apply_pins(recorded, pin)
+        forced = recomputed_by_pins(recorded, pin)
         plain = simulate(recorded)
         expected, generators = traced_observation(traced), generators_of(traced)
         repeats: bool | None = None
@@ -170,6 +204,7 @@ def fit(
         if verify and plain_fits:
             say("timing a plain step")
             seconds, again = run_plain(model, run, batch, generators, made_optimizer)
+            steppers.restore()
             difference = expected.difference(again)
             repeats = not difference
             recorded = msgspec.structs.replace(recorded, seconds=seconds)
@@ -189,7 +224,13 @@ def fit(
         attempt = 0
         while True:
             planned = plan_schedule(
-                recorded, limit, planner, on_infeasible=on_infeasible, want_floor=want_floor, progress=progress
+                recorded,
+                limit,
+                planner,
+                on_infeasible=on_infeasible,
+                want_floor=want_floor,
+                progress=progress,
+                forced=forced,
             )
             notes.extend(n for n in planned.notes if n not in notes)
             document = _document(
@@ -201,7 +242,7 @@ def fit(
                 step is None,
                 notes,
                 shapes,
-                scales=step is None and planner == "auto",
+                scales=step is None and planner == "auto" and not forced,
             )
             plan = Plan(document)
             if not verify:
@@ -214,6 +255,7 @@ def fit(
                 break
             say("proving the plan on a real step")
             outcome = prove_plan(plan, model, run, batch, generators, made_optimizer, uses_context=step is not None)
+            steppers.restore()
             bad = outcome.bad_storages
             if outcome.observed is not None and not bad:
                 found = expected.difference(outcome.observed)
@@ -257,6 +299,7 @@ def fit(
                 )
             attempt += 1
             recorded = _keep_also(recorded, bad)
+            forced -= bad
             notes.append(
                 f"kept because their replay differed from the original on the real step: {len(bad)} of the saved tensors"
             )
@@ -264,6 +307,8 @@ def fit(
         if previous is not None and runner_of(model) is None:
             attach(model, previous)
         raise
+    finally:
+        afterwards.close()
     plan.apply(model)
     if store is not None:
         store.add(plan, key)
@@ -271,6 +316,11 @@ def fit(
 
 
 def _check_options(**given: Any) -> None:
+    for name, example in (("loss", "a function from the output to a scalar"), ("step", "a function without arguments")):
+        if given[name] is not None and not callable(given[name]):
+            raise UsageError(f"{name}= must be {example}, got {type(given[name]).__name__}")
+    if given["cache"] is not None and os.path.isfile(given["cache"]):
+        raise UsageError(f"cache= must be a folder; {os.fspath(given['cache'])} is a file")
     if given["grads"] not in ("held", "fresh"):
         raise UsageError(f"grads must be 'held' or 'fresh', got {given['grads']!r}")
     if given["on_infeasible"] not in ("raise", "floor"):

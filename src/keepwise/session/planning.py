@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepwise._errors import InfeasibleBudget, UsageError
+from keepwise._units import show_bytes
 from keepwise.ir import Schedule, Step
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.session.advice import binding_moment, infeasible_message
+from keepwise.session.forced import plan_forced
 from keepwise.session.status import Status
 from keepwise.simulate import ScheduleError, Timeline, simulate
 
@@ -32,7 +34,14 @@ class Planned:
 
 
 def plan_schedule(
-    step: Step, budget_bytes: int | None, planner: Any, *, on_infeasible: str, want_floor: bool, progress: Progress
+    step: Step,
+    budget_bytes: int | None,
+    planner: Any,
+    *,
+    on_infeasible: str,
+    want_floor: bool,
+    progress: Progress,
+    forced: frozenset[int] = frozenset(),
 ) -> Planned:
     """Plan a step.
 
@@ -43,12 +52,24 @@ def plan_schedule(
         on_infeasible: `"raise"` or `"floor"`.
         want_floor: the user asked for the smallest peak (`budget="min"`).
         progress: told what happens.
+        forced: storages that the user wants recomputed (`pin=`).
 
     Raises:
         InfeasibleBudget: no plan fits and `on_infeasible` is `"raise"`.
-        UsageError: no such planner, or the user's planner returned an illegal schedule.
+        UsageError: no such planner, or the user's planner returned an illegal schedule, or `forced` cannot be recomputed.
     """
     plain = simulate(step)
+    if forced:
+        return _forced(
+            step,
+            budget_bytes,
+            planner,
+            plain,
+            forced,
+            on_infeasible=on_infeasible,
+            want_floor=want_floor,
+            progress=progress,
+        )
     if planner != "auto":
         return _named(step, budget_bytes, planner, plain)
     try:
@@ -119,6 +140,58 @@ def _optimal(
         status=Status.OPTIMAL if result.status.name == "OPTIMAL" else Status.FEASIBLE,
         bound_seconds=min(result.bound_seconds, timeline.added_seconds),
         floor_bytes=min(result.floor_bytes, timeline.peak_bytes),
+    )
+
+
+def _forced(
+    step: Step,
+    budget_bytes: int | None,
+    planner: Any,
+    plain: Timeline,
+    forced: frozenset[int],
+    *,
+    on_infeasible: str,
+    want_floor: bool,
+    progress: Progress,
+) -> Planned:
+    """A plan in which the user's storages are recomputed; what the planner would do without that is its bound."""
+    free: list[Planned] = []
+
+    def plan(target: int | None) -> Schedule:
+        found = plan_schedule(
+            step, target, planner, on_infeasible="floor", want_floor=want_floor, progress=progress if not free else None
+        )
+        free.append(found)
+        return found.schedule
+
+    others: list[Schedule] = []
+    if planner == "auto":
+        others = [get_planner(name).plan(step, None) for name in ("full", "sqrt", "recursive")]
+        others.append(plan_floor(step).schedule)
+    schedule, timeline = plan_forced(step, 0 if want_floor else budget_bytes, forced, plan, others)
+    held = forced & set(schedule.held)
+    if held:
+        first = max(held, key=lambda s: step.storages[s].nbytes)
+        raise UsageError(
+            f"pin: {len(held)} of the {len(forced)} tensors that are pinned to 'recompute' cannot be made again together; the largest is "
+            f"{show_bytes(step.storages[first].nbytes)} of {step.ops[step.storages[first].birth].path or 'the model'}. "
+            "Pin a smaller part of the model"
+        )
+    fits = want_floor or budget_bytes is None or timeline.peak_bytes <= budget_bytes
+    if not fits and on_infeasible == "raise":
+        assert budget_bytes is not None
+        raise InfeasibleBudget(
+            infeasible_message(budget_bytes, timeline),
+            floor_bytes=timeline.peak_bytes,
+            binding=binding_moment(timeline),
+        )
+    return Planned(
+        schedule=schedule,
+        timeline=timeline,
+        plain=plain,
+        status=Status.FEASIBLE if fits else Status.INFEASIBLE,
+        bound_seconds=min(free[0].bound_seconds, timeline.added_seconds),
+        floor_bytes=min(free[0].floor_bytes, timeline.peak_bytes),
     )
 
 

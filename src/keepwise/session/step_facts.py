@@ -7,9 +7,7 @@ import msgspec
 from keepwise.ir import Step
 from keepwise.trace import Traced
 
-OUTSIDE = (
-    "saved outside of model.forward, where the plan does not reach (use `with plan:` around the step to include it)"
-)
+OUTSIDE = "saved outside of model.forward, where the plan does not reach (pass the whole step as step=, and run later ones in `with plan:`)"
 
 
 def only_inside_forward(step: Step, calls: tuple[range, ...]) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from keepwise.runtime.apply import attach, detach, runner_of
 from keepwise.session.batch import Loss, as_batch, loss_of
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.plan import Plan
+from keepwise.session.steppers import Steppers
 
 
 def verify(
@@ -74,6 +76,7 @@ def verify(
         return value.detach(), _detached(output)
 
     runner = plan.runner
+    steppers = Steppers(model, optimizer)
     previous = runner_of(model)
     detach(model)
     state = SavedState(model, (batch.args, batch.kwargs), optimizer)
@@ -91,20 +94,22 @@ def verify(
     def restore() -> None:
         nonlocal count
         count = 0
+        steppers.restore()
         state.restore()
 
     audit_every, num_steps = runner.audit_every, runner.num_steps
     runner.audit_every, runner.num_steps = 1, 0
     try:
-        return prove(
-            run=run,
-            model=model,
-            planned=planned,
-            restore=restore,
-            num_steps=steps,
-            num_audited=lambda: runner.stats.num_audited,
-            progress=progress,
-        )
+        with steppers if step is not None else contextlib.nullcontext():
+            return prove(
+                run=run,
+                model=model,
+                planned=planned,
+                restore=restore,
+                num_steps=steps,
+                num_audited=lambda: runner.stats.num_audited,
+                progress=progress,
+            )
     finally:
         runner.audit_every, runner.num_steps = audit_every, num_steps
         detach(model)

@@ -1,0 +1,74 @@
+"""Optimizers that a user's `step=` reaches without `fit` or `verify` having been told.
+
+What they change must be put back too, and which they are is known only once the step runs: torch calls a hook before every
+`Optimizer.step`, early enough to keep what is there. What else a step changes (a scheduler, a file) is not put back.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from keepwise.trace.driver import OptimizerState
+from keepwise.trace.quiet import quiet
+from keepwise.trace.state import Bytes
+
+
+class Steppers:
+    """`with Steppers(model, known) as steppers:` watches the optimizers that step in this thread, and puts them back at the end."""
+
+    def __init__(self, model: nn.Module, known: torch.optim.Optimizer | None) -> None:
+        """`known`: an optimizer that is put back by others."""
+        self._parameters = {id(p) for p in model.parameters()}
+        self._thread = threading.get_ident()
+        self._known = known
+        self._seen: dict[int, tuple[torch.optim.Optimizer, OptimizerState, Bytes]] = {}
+        self._foreign: dict[str, int] = {}
+
+    @property
+    def only(self) -> torch.optim.Optimizer | None:
+        """The one optimizer that stepped, if it is one and trains the model alone."""
+        found = [optimizer for optimizer, _, _ in self._seen.values()]
+        return found[0] if len(found) == 1 and not self._foreign else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not put back, one sentence each."""
+        return tuple(
+            f"the step also trains {count} tensors that are not in the model ({name}): their values were put back, their gradients "
+            "and their modules' buffers were not. Pass a module that holds all that is trained"
+            for name, count in self._foreign.items()
+        )
+
+    def restore(self) -> None:
+        """Put all of it back to what it was before the first step here."""
+        with quiet():
+            for _, state, foreign in self._seen.values():
+                state.restore()
+                foreign.restore()
+
+    def __enter__(self) -> Self:
+        self._handle = register_optimizer_step_pre_hook(self._look)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.remove()
+        self.restore()
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if optimizer is self._known or id(optimizer) in self._seen or threading.get_ident() != self._thread:
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [p for p in trained if id(p) not in self._parameters]
+        if foreign:
+            self._foreign[type(optimizer).__name__] = len(foreign)
+        with quiet():
+            self._seen[id(optimizer)] = (optimizer, OptimizerState(optimizer), Bytes(foreign))

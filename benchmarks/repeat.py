@@ -300,7 +300,9 @@ class _Deeper:
         found: list[tuple[int, int, Save]] = []
         for save in self.step.saves:
             for shift in self._shifts(min(save.at, len(self.step.ops) - 1)):
-                reads = tuple(Read(first=self.moment(r.first, shift), last=self.moment(r.last, shift)) for r in save.reads)
+                reads = tuple(
+                    Read(first=self.moment(r.first, shift), last=self.moment(r.last, shift)) for r in save.reads
+                )
                 at = self.moment(save.at, shift) if save.at < len(self.step.ops) else save.at
                 value = self._of(self.new_values, self.values, save.value, shift)
                 found.append((at, save.index, msgspec.structs.replace(save, value=value, at=at, reads=reads)))

@@ -191,7 +191,7 @@ def test_names_and_errors() -> None:
             get_planner(wrong)
     with pytest.raises(UsageError, match=r"no module of the step has the path g\.1"):
         planned(gpt_like(2), "boundaries:h.0,g.1")
-    assert len(NAMES) == 8
+    assert len(NAMES) == 9
 
 
 @pytest.mark.parametrize("name", PLANNERS)

@@ -2,7 +2,7 @@
 
 ```
 choice = AutoPlanner().choose(step, budget_bytes)   # choice.planner, choice.why
-schedule = AutoPlanner().plan(step, budget_bytes)
+schedule = AutoPlanner().plan(step, budget_bytes)   # schedule.planner, schedule.why say the same
 ```
 
 | chosen | when |
@@ -10,6 +10,9 @@ schedule = AutoPlanner().plan(step, budget_bytes)
 | `none` | there is no budget, or the plain step fits |
 | `optimal` | the budget lies between the smallest peak that is known to be reachable and the plain peak |
 | `floor` | it lies below: the plan with the smallest peak, which does not fit either |
+
+`optimal` starts from the schedules of the named planners and of registered ones (`registry.py`), so that it is never slower than one
+of them that fits; where one of those is the answer, `why` names it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import msgspec
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal import plan_floor, plan_optimal
+from keepwise.plan.optimal.result import why_floor, why_none, why_optimal
 from keepwise.plan.segments import hold_everything
 from keepwise.simulate import simulate
 
@@ -52,22 +56,16 @@ class AutoPlanner:
             return Choice(planner="none", why="no budget is given: everything is kept")
         plain = simulate(step).peak_bytes
         if plain <= budget_bytes:
-            return Choice(
-                planner="none", why=f"the plain step needs {plain:,} of {budget_bytes:,} bytes: nothing to do"
-            )
+            return Choice(planner="none", why=why_none(budget_bytes, plain))
         floor = plan_floor(step)
         if floor.floor_bytes <= budget_bytes:
-            why = f"the budget of {budget_bytes:,} bytes lies between {floor.floor_bytes:,} and {plain:,} (plain)"
-            return Choice(planner="optimal", why=why)
-        why = f"the budget of {budget_bytes:,} bytes is below {floor.floor_bytes:,}, the smallest peak found: {floor.binding}"
-        return Choice(planner="floor", why=why)
+            return Choice(planner="optimal", why=why_optimal(budget_bytes, floor.floor_bytes, plain))
+        return Choice(planner="floor", why=why_floor(budget_bytes, floor.floor_bytes, floor.binding))
 
     def plan(self, step: Step, budget_bytes: int | None) -> Schedule:
         """The schedule of the planner that `choose` names, with its reason."""
         choice = self.choose(step, budget_bytes)
         if choice.planner == "none" or budget_bytes is None:
             return hold_everything(step, planner="none", why=choice.why)
-        if choice.planner == "floor":
-            return msgspec.structs.replace(plan_floor(step).schedule, planner="floor", why=choice.why)
         found = plan_optimal(step, budget_bytes, time_limit=self.time_limit)
-        return msgspec.structs.replace(found.schedule, why=f"{choice.why}; {found.schedule.why}")
+        return msgspec.structs.replace(found.schedule, planner=choice.planner)

@@ -1,7 +1,8 @@
-"""The planners that have a name: fixed policies, none of which looks at the budget.
+"""The planners that have a name: fixed policies that do not look at the budget, `auto`, which does, and registered ones.
 
 | name | kept | replayed |
 |---|---|---|
+| `auto` | what fits at the least time: see `auto.py` | |
 | `none` | everything | nothing |
 | `full` | the input of every block | each block once, except the last |
 | `every:k` | the input of every k-th block, the others whole | every k-th block, except the last |
@@ -19,13 +20,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
 
 from keepwise._errors import UsageError
 from keepwise.ir import Phase, Schedule, Step
 from keepwise.plan.boundaries import Segment, find_blocks, stretches
 from keepwise.plan.build import build
+from keepwise.plan.planner import Planner
 from keepwise.plan.recursive import plan_recursive
+from keepwise.plan.registry import registered_planners
 from keepwise.plan.segments import blocks_and_rest, groups_of, hold_everything, joined, plan_groups, span_of
 
 # Overload packets whose results `selective` keeps: what costs time on any device.
@@ -42,15 +44,6 @@ _HEAVY_PREFIXES = (
 _STRESS_WINDOWS = 16
 
 
-@runtime_checkable
-class Planner(Protocol):
-    """Anything that makes a `Schedule` for a step."""
-
-    def plan(self, step: Step, budget_bytes: int | None) -> Schedule:
-        """A schedule that `simulate` accepts; named planners do not look at the budget (bytes of the whole peak)."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPlanner:
     """A fixed policy."""
@@ -65,7 +58,7 @@ class NamedPlanner:
 
 
 def get_planner(name: str) -> Planner:
-    """The planner of that name (`NAMES` lists the forms).
+    """The planner of that name (`NAMES` lists the forms; `register_planner` adds others).
 
     Raises:
         UsageError: no such planner, or its argument is no number or path.
@@ -78,7 +71,14 @@ def get_planner(name: str) -> Planner:
     if head == "boundaries" and argument:
         paths = tuple(p.strip() for p in argument.split(",") if p.strip())
         return NamedPlanner(name=name, make=lambda step: _boundaries(step, paths, name))
-    raise UsageError(f"no planner is called {name!r}; there are {', '.join(NAMES)}")
+    if name == "auto":
+        from keepwise.plan.auto import AutoPlanner  # it builds on this module
+
+        return AutoPlanner()
+    own = registered_planners()
+    if name in own:
+        return own[name]
+    raise UsageError(f"no planner is called {name!r}; there are {', '.join((*NAMES, *own))}")
 
 
 def _none(step: Step) -> Schedule:
@@ -163,6 +163,7 @@ def _recompute_everything(step: Step) -> Schedule:
 
 
 NAMES = (
+    "auto",
     "none",
     "full",
     "every:k",

@@ -182,6 +182,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [self.summary(), f"  {self.status.value}"]
+        if self.schedule.why:
+            lines.append(f"  planner {self.schedule.planner or '(own)'}: {self.schedule.why}")
         for title, kind in (("kept", Keep), ("replayed", Recompute), ("packed", Pack), ("offloaded", Offload)):
             total = self._total(kind)
             if total:

@@ -51,3 +51,18 @@ def gap_of(added: float, bound: float, step_seconds: float) -> float:
     difference = max(added - bound, 0.0)
     scale = max(bound, 0.01 * step_seconds)
     return difference / scale if difference else 0.0
+
+
+def why_optimal(budget_bytes: int, floor_bytes: int, plain_bytes: int) -> str:
+    """Why the search was made."""
+    return f"the budget of {budget_bytes:,} bytes lies between {floor_bytes:,} (smallest peak found) and {plain_bytes:,} (plain)"
+
+
+def why_floor(budget_bytes: int, floor_bytes: int, binding: str) -> str:
+    """Why the plan with the smallest peak is shown."""
+    return f"the budget of {budget_bytes:,} bytes is below {floor_bytes:,}, the smallest peak found: {binding}"
+
+
+def why_none(budget_bytes: int, plain_bytes: int) -> str:
+    """Why nothing is done."""
+    return f"the plain step needs {plain_bytes:,} of {budget_bytes:,} bytes: nothing to do"

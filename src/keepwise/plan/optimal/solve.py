@@ -24,8 +24,9 @@ import msgspec
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal.binding import describe_peak
-from keepwise.plan.optimal.result import OptimalResult, Status, gap_of
+from keepwise.plan.optimal.result import OptimalResult, Status, gap_of, why_floor, why_none, why_optimal
 from keepwise.plan.optimal.workbench import TINY, Candidate, View, Workbench, workbench
+from keepwise.plan.registry import registered_schedules
 from keepwise.simulate import simulate
 
 Progress = Callable[[str, float], None]
@@ -65,9 +66,10 @@ def plan_optimal(
         layers += ["menus", "chain"]
         if bench.plain.peak_bytes <= budget_bytes:
             return _result(bench, budget_bytes, tolerance, began, layers)
-        for schedule in candidates:
+        others = registered_schedules(step, budget_bytes)
+        for schedule in (*candidates, *(msgspec.structs.replace(s, planner=name) for name, s in others)):
             bench.offer(schedule)
-        if candidates:
+        if candidates or others:
             layers.append("candidates")
         for view in bench.views:
             if progress is not None:
@@ -175,23 +177,29 @@ def _result(bench: Workbench, budget_bytes: int, tolerance: float, began: float,
     shown = found or floor
     bound = min(bench.bound(budget_bytes), shown.added_seconds) if found is not None else shown.added_seconds
     gap = gap_of(shown.added_seconds, bound, step.seconds)
+    binding = describe_peak(step, simulate(step, shown.schedule))
+    plain = bench.plain.peak_bytes
     if found is None:
-        status, why = Status.INFEASIBLE, "smallest peak that was found"
+        status, why = Status.INFEASIBLE, why_floor(budget_bytes, floor.peak_bytes, binding)
+    elif plain <= budget_bytes:
+        status, why = Status.OPTIMAL, why_none(budget_bytes, plain)
     else:
         status = Status.OPTIMAL if gap <= tolerance else Status.FEASIBLE
-        why = f"{status.name.lower()}: gap {gap:.2%} to the bound"
+        origin = shown.schedule.planner
+        found_by = f", found by the planner {origin!r}" if origin not in ("", "optimal") else ""
+        why = f"{why_optimal(budget_bytes, floor.peak_bytes, plain)}; {status.name.lower()}: gap {gap:.2%} to the bound{found_by}"
     schedule = msgspec.structs.replace(shown.schedule, planner="optimal", why=why)
     return OptimalResult(
         schedule=schedule,
         status=status,
         budget_bytes=budget_bytes,
         peak_bytes=shown.peak_bytes,
-        plain_peak_bytes=bench.plain.peak_bytes,
+        plain_peak_bytes=plain,
         floor_bytes=floor.peak_bytes,
         added_seconds=shown.added_seconds,
         bound_seconds=bound,
         gap=gap,
-        binding=describe_peak(step, simulate(step, schedule)),
+        binding=binding,
         solve_seconds=time.perf_counter() - began,
         layers=tuple(layers),
     )

@@ -26,7 +26,7 @@ def test_says_what_was_planned_proved_and_measured(keepwise, target):
         assert part in out
     assert "Proof: identical bit for bit" in out
     assert "Measured: peak" in out
-    assert "keepwise.fit(model, batch, budget='0.7x')" in out
+    assert "keepwise.fit(model, batch, budget='0.7x', loss=loss)" in out
 
 
 def test_json_is_one_object_whatever_the_model_prints(keepwise, target):
@@ -79,10 +79,12 @@ def test_a_budget_that_is_none(keepwise, target, budget, says):
 def test_a_budget_below_the_floor_names_the_floor_and_that_one_fits(keepwise, target):
     line = keepwise.fails("fit", target("make"), "--budget", "100 KiB", code=1)
     assert "no plan fits" in line
+    assert "or --budget min, or --on-infeasible floor to run the smallest plan" in line
+    assert "budget=" not in line
     error = keepwise.json("fit", target("make"), "--budget", "100 KiB", code=1)["error"]
     assert error["type"] == "InfeasibleBudget"
     assert error["binding"]
-    assert str(error["floor_bytes"]) in error["message"]
+    assert f"Try --budget {error['floor_bytes']} or" in error["message"]
     found = keepwise.json("fit", target("make"), "--budget", error["floor_bytes"], "--no-measure")
     assert found["peak_bytes"] <= error["floor_bytes"]
 
@@ -99,7 +101,7 @@ def test_the_smallest_plan_where_nothing_fits_is_still_a_no(keepwise, target):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("no_scalar", "not a scalar"),
+        ("no_scalar", "not a scalar; let the target return one as its fourth element"),
         ("frozen", "frozen"),
         ("no_model", "torch.nn.Module"),
         ("nothing", "no function 'nothing'"),
@@ -185,6 +187,12 @@ def test_pins(keepwise, target):
     pinned = next(g for g in found["groups"] if g["name"] == "blocks.1")
     assert pinned["nbytes"]["recompute"] == 0
     assert any(g["nbytes"]["recompute"] for g in found["groups"])
+    found = keepwise.json(
+        "fit", target("make"), "--budget", "max", "--pin", "blocks.1=recompute", "--no-verify", "--no-measure"
+    )
+    pinned = next(g for g in found["groups"] if g["name"] == "blocks.1")
+    assert pinned["nbytes"]["keep"] == 0 < pinned["nbytes"]["recompute"]
+    assert "not there yet" in keepwise.fails("fit", target("make"), "--pin", "blocks.1=offload", code=2)
     assert "PATTERN=keep" in keepwise.fails("fit", target("make"), "--pin", "blocks", code=2)
 
 

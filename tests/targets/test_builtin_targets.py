@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,19 @@ WANTED = {
 
 def test_every_target_has_a_default_and_a_tiny_size():
     assert set(targets.names()) == WANTED | {name + "-tiny" for name in WANTED}
-    assert all(targets.describe(name) for name in targets.names())
+    assert len({targets.describe(name) for name in targets.names()}) == 2 * len(WANTED)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_description_has_the_sizes_of_what_is_built(name):
+    target = targets.build(name)
+    assert target.description == targets.describe(name)
+    shapes = [t.shape for t in (*target.args, *target.kwargs.values()) if isinstance(t, torch.Tensor)]
+    numbers = {int(n) for n in re.findall(r"\d+", target.description)}
+    assert shapes[0][0] in numbers
+    widths = {p.shape[-1] for p in target.model.parameters()} | {len(target.blocks)}
+    for said, _ in re.findall(r"width (\d+)|(?<!8) (\d+) blocks", target.description):
+        assert not said or int(said) in widths
 
 
 def test_names_are_known_without_a_framework():

@@ -24,6 +24,7 @@ def single(): return (model,)
 def no_model(): return "gpt2", (x,)
 def bad_args(): return model, 3
 def bad_kwargs(): return model, (), 3
+def needy(size, depth, width=3): return model, (x,)
 def bad_loss(): return model, (x,), {}, "mse"
 """
 
@@ -78,11 +79,12 @@ def test_where_the_loss_is_found(loss_of):
         ("lonely", "returned a Linear; a tuple is needed"),
         ("single", "returned a tuple of 1"),
         ("no_model", "a str as model"),
-        ("bad_args", "a int as args"),
-        ("bad_kwargs", "a int as kwargs"),
+        ("bad_args", "an int as args"),
+        ("bad_kwargs", "an int as kwargs"),
         ("bad_loss", "a str as loss"),
         ("missing", "no function 'missing' .its functions: bad_args.*triple"),
         ("x", "x is a Tensor, not a function"),
+        ("needy", "needs the arguments size, depth; a target's function takes none"),
     ],
 )
 def test_wrong_use(file, function, message):

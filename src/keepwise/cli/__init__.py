@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import click
 
@@ -43,3 +44,5 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="keepwise")
 def main() -> None:
     """Make a training step fit a memory budget at the least cost in time, bit for bit the same."""
+    # Else torch's allocator says on stderr, once, that the profiler had not seen a block before it was freed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

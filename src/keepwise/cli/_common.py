@@ -25,7 +25,7 @@ import click
 from rich.console import Console
 
 from keepwise._errors import InfeasibleBudget, KeepwiseError, MismatchError, PlanMismatch, UsageError
-from keepwise.cli._failures import is_ours, place_in_user_code
+from keepwise.cli._failures import in_options, is_ours, place_in_user_code
 from keepwise.cli._progress import Progress
 from keepwise.targets.target import TargetFailed
 
@@ -145,10 +145,11 @@ def _guarded(work: Callable[[], int], io: Io, show_trace: bool) -> int:
     except KeepwiseError as error:
         if show_trace:
             traceback.print_exception(error, file=sys.stderr)
-        _complain(str(error))
+        line = in_options(str(error), [p.name or "" for p in click.get_current_context().command.params])
+        _complain(line)
         code = _code_of(error)
         io.data = {}
-        found = _failed(io, code, str(error), type(error).__name__)
+        found = _failed(io, code, line, type(error).__name__)
         if isinstance(error, InfeasibleBudget):
             io.data["error"] |= {"floor_bytes": error.floor_bytes, "binding": error.binding}
         return found

@@ -1,10 +1,12 @@
-"""Whose fault an exception is, and where in the user's code it came from."""
+"""Whose fault an exception is, where in the user's code it came from, and what to do about it on the command line."""
 
 from __future__ import annotations
 
 import linecache
+import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import keepwise
@@ -12,6 +14,30 @@ import keepwise
 _OURS = Path(keepwise.__file__).parent
 _USERS_ROOMS = ("targets", "lessons")
 """Rooms of ours whose code stands where a user's would."""
+
+
+_SPELLINGS = (
+    (r"\bbudget=(\d+)", r"--budget \1"),
+    (r"\bbudget='(\w+)'", r"--budget \1"),
+    (
+        r"\bpass loss=, a function from (?:the )?output to (?:a )?scalar",
+        "let the target return one as its fourth element",
+    ),
+)
+"""What an error of the Python interface says to pass -> how that is said on the command line."""
+_FLOOR = re.compile(r", or on_infeasible='floor'(?= to run)")
+
+
+def in_options(message: str, options: Sequence[str]) -> str:
+    """An error's message with the options of the command in place of Python's arguments."""
+    floor = ", or --on-infeasible floor" if "on_infeasible" in options else None
+    if floor is None:
+        message = re.sub(r", or on_infeasible='floor' to run the smallest plan", "", message)
+    else:
+        message = _FLOOR.sub(floor, message)
+    for python, option in _SPELLINGS:
+        message = re.sub(python, option, message)
+    return message
 
 
 def is_ours(error: BaseException) -> bool:

@@ -37,7 +37,13 @@ from keepwise.report.model import Report
     show_default=True,
     help="Where nothing fits: stop, or show the plan with the smallest peak.",
 )
-@click.option("--pin", "pins", multiple=True, metavar="PATTERN=keep", help="A decision of yours, e.g. 'h.*.attn=keep'.")
+@click.option(
+    "--pin",
+    "pins",
+    multiple=True,
+    metavar="PATTERN=ACTION",
+    help="A decision of yours: 'h.*.attn=keep' or 'h.*.mlp=recompute'.",
+)
 @click.option("--cache", metavar="FOLDER", help="Reuse a plan from there, or put it there.")
 @click.option("--verify/--no-verify", "verify", default=True, help="Prove on real steps that nothing else changed.")
 @click.option("--measure/--no-measure", "measure", default=True, help="Measure the plain and the planned step in turn.")
@@ -105,7 +111,8 @@ def command(
             else None
         )
         found = report_target(loaded, plan, proof, measured)
-    _show(io, found, target=target, budget=budget, save=save, report=report)
+    call = _call(budget, loss=loaded.loss is not None, optimizer=made is not None, grads=grads)
+    _show(io, found, target=target, budget=budget, call=call, save=save, report=report)
     if save is not None and io.speaks:
         plan.save(save, force=True)
         io.err.print(f"wrote {save}", style="dim")
@@ -137,12 +144,20 @@ def _pins(pins: tuple[str, ...]) -> dict[str, str] | None:
     for pin in pins:
         pattern, equals, action = pin.rpartition("=")
         if not equals or not pattern:
-            raise UsageError(f"--pin {pin!r}: write PATTERN=keep, for example 'h.*.attn=keep'")
+            raise UsageError(f"--pin {pin!r}: write PATTERN=keep or PATTERN=recompute, for example 'h.*.attn=keep'")
         found[pattern] = action
     return found or None
 
 
-def _show(io: Io, found: Report, *, target: str, budget: str, save: str | None, report: str | None) -> None:
+def _call(budget: str, *, loss: bool, optimizer: bool, grads: str) -> str:
+    """The same as a line of Python."""
+    options = [f"budget={budget!r}", *["loss=loss"] * loss, *["optimizer=optimizer"] * optimizer]
+    if grads != "held":
+        options.append(f"grads={grads!r}")
+    return f"keepwise.fit(model, batch, {', '.join(options)})"
+
+
+def _show(io: Io, found: Report, *, target: str, budget: str, call: str, save: str | None, report: str | None) -> None:
     import msgspec
 
     from keepwise.report import print_report
@@ -153,8 +168,7 @@ def _show(io: Io, found: Report, *, target: str, budget: str, save: str | None, 
         return
     io.out.print()
     io.out.print("In your code, before the training loop:", style="bold")
-    size = repr(budget)
-    io.out.print(f"    keepwise.fit(model, batch, budget={size})", soft_wrap=True)
+    io.out.print(f"    {call}", soft_wrap=True)
     if report is None:
         io.out.print(f"The whole report: keepwise fit {target} --budget {budget} --report report.html", soft_wrap=True)
     if save is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
@@ -13,6 +15,8 @@ from keepwise.report.model import Group, Report
 from keepwise.report.plot import plot
 from keepwise.report.words import show_bytes, show_percent, show_seconds
 
+_WIDE = 100
+"""Columns below which numbers of tensors are left out."""
 MAX_ROWS = 24
 """Groups that are shown one by one; the rest goes into one row."""
 
@@ -55,38 +59,39 @@ def print_groups(report: Report, console: Console) -> None:
         pad_edge=False,
         box=SIMPLE_HEAD,
     )
+    narrow = console.width < _WIDE
+    shown, rest = _worth_showing(report.groups)
+    labels = [_end_of(f"{g.name} x{g.count}" if g.count > 1 else g.name, 24 if narrow else 34) for g in shown]
     table.add_column("blocks", no_wrap=True)
-    table.add_column("", justify="right")
     for _, name in kinds:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("adds", justify="right", no_wrap=True)
-    table.add_column("what runs again, or why not", overflow="fold")
-    shown, rest = _worth_showing(report.groups)
-    names = max((len(_end_of(g.name)) for g in shown), default=0)
-    room = max(console.width - names - 18 * len(kinds) - 26, 28)
-    for group in shown:
+    table.add_column("runs again, or why not" if narrow else "what runs again, or why not", overflow="fold")
+    used = max(map(len, labels), default=0) + (13 if narrow else 17) * len(kinds) + 14
+    room = max(console.width - used, 20)
+
+    def cells(counts: Mapping[str, int], nbytes: Mapping[str, int], seconds: float) -> list[Text | str]:
+        found: list[Text | str] = [_tensors(counts[k], nbytes[k], with_count=not narrow) for k, _ in kinds]
+        return [*found, show_seconds(seconds)]
+
+    for label, group in zip(labels, shown, strict=True):
         table.add_row(
-            _end_of(group.name),
-            f"x{group.count}" if group.count > 1 else "",
-            *(_tensors(group.num_tensors[k], group.nbytes[k]) for k, _ in kinds),
-            show_seconds(group.replay_seconds),
-            Text(_cut(_story(group), room)),
+            label, *cells(group.num_tensors, group.nbytes, group.replay_seconds), Text(_cut(_story(group), room))
         )
     if rest:
+        counts = {k: sum(g.num_tensors[k] for g in rest) for k, _ in kinds}
+        nbytes = {k: sum(g.nbytes[k] for g in rest) for k, _ in kinds}
         table.add_row(
             Text(f"{len(rest)} more", style="dim"),
-            "",
-            *(_tensors(sum(g.num_tensors[k] for g in rest), sum(g.nbytes[k] for g in rest)) for k, _ in kinds),
-            show_seconds(sum(g.replay_seconds for g in rest)),
+            *cells(counts, nbytes, sum(g.replay_seconds for g in rest)),
             Text("all are in --report", style="dim"),
         )
+    share = show_percent(report.added_seconds, report.step_seconds)
     table.add_section()
     table.add_row(
         "all",
-        "",
-        *(_tensors(report.num_tensors[k], report.nbytes[k]) for k, _ in kinds),
-        show_seconds(report.added_seconds),
-        Text(f"{show_percent(report.added_seconds, report.step_seconds)} of the step, in {report.num_replays} replays"),
+        *cells(report.num_tensors, report.nbytes, report.added_seconds),
+        Text(share if narrow else f"{share} of the step, in {report.num_replays} replays"),
         style="bold",
     )
     console.print()
@@ -110,8 +115,10 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _tensors(count: int, nbytes: int) -> Text:
-    return Text(f"{show_bytes(nbytes)} ({count})" if count else "-", style="" if count else "dim")
+def _tensors(count: int, nbytes: int, *, with_count: bool) -> Text:
+    if not count:
+        return Text("-", style="dim")
+    return Text(f"{show_bytes(nbytes)} ({count})" if with_count else show_bytes(nbytes))
 
 
 def _story(group: Group) -> str:

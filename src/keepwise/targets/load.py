@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,8 +44,28 @@ def load(spec: str) -> Target:
         offered = ", ".join(sorted(n for n in _own_functions(module))) or "none"
         raise UsageError(f"target {spec!r}: {where} has no function {function_name!r} (its functions: {offered})")
     if not callable(function):
-        raise UsageError(f"target {spec!r}: {function_name} is a {type(function).__name__}, not a function")
+        raise UsageError(f"target {spec!r}: {function_name} is {_a(function)}, not a function")
+    needed = _arguments_without_default(function)
+    if needed:
+        raise UsageError(
+            f"target {spec!r}: {function_name} needs the argument{'s' * (len(needed) > 1)} {', '.join(needed)}; a target's function takes "
+            f"none and returns {FORMS}"
+        )
     return _target(spec, _call(spec, function))
+
+
+def _a(thing: Any) -> str:
+    """`a Linear`, `an int`."""
+    name = type(thing).__name__
+    return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def _arguments_without_default(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C do not tell
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _own_functions(module: ModuleType) -> list[str]:
@@ -114,28 +135,38 @@ def _target(spec: str, made: Any) -> Target:
         return UsageError(f"{spec} returned {what}; {needed} is needed: {FORMS}")
 
     if not isinstance(made, tuple | list) or not 2 <= len(made) <= 4:
-        what = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple | list) else "")
+        what = _a(made) + (f" of {len(made)}" if isinstance(made, tuple | list) else "")
         raise wrong(what, "a tuple")
     model, args = made[:2]
     keywords: Any = {} if len(made) < 3 or made[2] is None else made[2]
     loss: Any = made[3] if len(made) > 3 else None
     if not isinstance(model, nn.Module):
-        raise wrong(f"a {type(model).__name__} as model", "a torch.nn.Module")
+        raise wrong(f"{_a(model)} as model", "a torch.nn.Module")
     if not isinstance(keywords, Mapping):
-        raise wrong(f"a {type(keywords).__name__} as kwargs", "a dict")
+        raise wrong(f"{_a(keywords)} as kwargs", "a dict")
     if loss is not None and not callable(loss):
-        raise wrong(f"a {type(loss).__name__} as loss", "a function of the model's output")
+        raise wrong(f"{_a(loss)} as loss", "a function of the model's output")
     if isinstance(args, Mapping):
         args, keywords = (), {**args, **keywords}
     elif isinstance(args, Tensor):
         args = (args,)
     elif args is not None and not isinstance(args, tuple | list):
-        raise wrong(f"a {type(args).__name__} as args", "a tuple, a dict or a tensor")
+        raise wrong(f"{_a(args)} as args", "a tuple, a dict or a tensor")
     return Target(
         name=spec,
         model=model,
         args=tuple(args or ()),
         kwargs=dict(keywords),
         loss=cast(Callable[[Any], Any] | None, loss),
-        description=f"{spec}, a target of yours",
+        description=_describe(model, args, keywords),
     )
+
+
+def _describe(model: Any, args: Any, keywords: Mapping[str, Any]) -> str:
+    """`LM, 0.24 M parameters, [8, 64]`: the class, its size and the shapes of the batch."""
+    from torch import Tensor
+
+    count = sum(p.numel() for p in model.parameters())
+    tensors = [a for a in (*(args or ()), *keywords.values()) if isinstance(a, Tensor)]
+    shapes = [str(list(t.shape)) for t in tensors[:4]] + ["..."] * (len(tensors) > 4)
+    return ", ".join([type(model).__name__, f"{count / 1e6:.3g} M parameters", *shapes])

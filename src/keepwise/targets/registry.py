@@ -20,34 +20,115 @@ class _Entry:
     module: str
     function: str
     about: str
+    size: str
+    """What the default size is."""
+    tiny: str
+    """What the `-tiny` size is."""
+    needs: str
+    """Packages besides torch; empty for none."""
     options: dict[str, Any] = field(default_factory=dict)
 
+    def line(self, *, tiny: bool) -> str:
+        """One line for people."""
+        return f"{self.about}: {self.tiny if tiny else self.size}" + (f" ({self.needs})" if self.needs else "")
 
-def _entry(where: str, about: str, **options: Any) -> _Entry:
+
+_TEXT = "6 blocks of width 768, 4 x 512 bytes of text"
+_TINY_TEXT = "2 blocks of width 64, 2 x 32 bytes of text"
+
+
+def _entry(
+    where: str,
+    about: str,
+    size: str = _TEXT,
+    tiny: str = _TINY_TEXT,
+    *,
+    needs: str = "transformers",
+    **options: Any,
+) -> _Entry:
     module, function = where.split(":")
-    return _Entry(module=f"keepwise.targets.{module}", function=function, about=about, options=options)
+    return _Entry(
+        module=f"keepwise.targets.{module}",
+        function=function,
+        about=about,
+        size=size,
+        tiny=tiny,
+        needs=needs,
+        options=options,
+    )
 
 
 # Default sizes are such that a plain step takes some seconds on two CPU cores.
 _TABLE: dict[str, _Entry] = {
-    "gpt2": _entry("language:gpt2", "GPT-2, 6 blocks of width 768, 4 x 512 bytes of text (transformers)"),
-    "gpt2-dropout": _entry("language:gpt2", "gpt2 with dropout 0.1 (transformers)", dropout=0.1),
-    "gpt2-eager": _entry(
-        "language:gpt2", "gpt2 with unfused attention, which saves T x T scores (transformers)", eager=True
+    "gpt2": _entry("language:gpt2", "GPT-2"),
+    "gpt2-dropout": _entry("language:gpt2", "GPT-2 with dropout 0.1", dropout=0.1),
+    "gpt2-eager": _entry("language:gpt2", "GPT-2 with unfused attention, which saves T x T scores", eager=True),
+    "llama": _entry("language:llama", "Llama, grouped-query attention"),
+    "llama-lora": _entry("language:llama", "Llama, frozen, with LoRA adapters", needs="transformers, peft", lora=True),
+    "mixtral": _entry(
+        "language:mixtral",
+        "Mixtral, mixture of 4 experts, 2 for a token",
+        "4 blocks of width 512, 4 x 512 bytes of text",
     ),
-    "llama": _entry("language:llama", "Llama, 6 blocks of width 768, grouped-query attention, 4 x 512 (transformers)"),
-    "llama-lora": _entry("language:llama", "llama, frozen, with LoRA adapters (transformers, peft)", lora=True),
-    "mixtral": _entry("language:mixtral", "Mixtral, mixture of 4 experts, 2 for a token (transformers)"),
-    "bert": _entry("language:bert", "BERT, 6 blocks of width 768, dropout 0.1, masked text 4 x 512 (transformers)"),
-    "t5": _entry("language:t5", "T5 encoder and decoder, dropout 0.1 (transformers)"),
-    "whisper": _entry("language:whisper", "Whisper encoder and decoder on made-up sounds (transformers)"),
-    "vit": _entry("vision:vit", "Vision Transformer, 6 blocks of width 768, 8 pictures of 224 x 224 (transformers)"),
-    "resnet50": _entry("vision:resnet50", "ResNet-50, BatchNorm, 8 pictures of 160 x 160 (transformers)"),
-    "convnext": _entry("vision:convnext", "ConvNeXt, depthwise convolutions, 8 pictures of 160 x 160 (transformers)"),
-    "unet": _entry("unet:unet", "U-Net that removes noise: skips live across the whole network"),
-    "lstm": _entry("recurrent:lstm", "LSTM language model, 4 layers with dropout between them"),
-    "ode": _entry("recurrent:ode", "neural ODE: one small network called 4 times in each of many solver steps"),
-    "mlp": _entry("mlp:mlp", "residual MLP, 8 blocks x + relu(x W1) W2"),
+    "bert": _entry("language:bert", "BERT, dropout 0.1, masked text"),
+    "t5": _entry(
+        "language:t5",
+        "T5 encoder and decoder, dropout 0.1",
+        "4 + 4 blocks of width 512, 4 x 256 + 256 bytes of text",
+        "2 + 2 blocks of width 64, 2 x 16 + 16 bytes of text",
+    ),
+    "whisper": _entry(
+        "language:whisper",
+        "Whisper encoder and decoder on made-up sounds",
+        "4 + 4 blocks of width 384, 4 x 1000 frames, 128 letters",
+        "2 + 2 blocks of width 64, 2 x 64 frames, 16 letters",
+    ),
+    "vit": _entry(
+        "vision:vit",
+        "Vision Transformer",
+        "6 blocks of width 768, 8 pictures of 224 x 224",
+        "2 blocks of width 64, 2 pictures of 32 x 32",
+    ),
+    "resnet50": _entry(
+        "vision:resnet50",
+        "ResNet, BatchNorm, in-place ReLU",
+        "ResNet-50, 8 pictures of 160 x 160",
+        "4 blocks, 4 pictures of 32 x 32",
+    ),
+    "convnext": _entry(
+        "vision:convnext",
+        "ConvNeXt, depthwise convolutions",
+        "18 blocks, 8 pictures of 160 x 160",
+        "4 blocks, 2 pictures of 32 x 32",
+    ),
+    "unet": _entry(
+        "unet:unet",
+        "U-Net that removes noise: skips live across the whole network",
+        "width 48, 3 levels, 8 pictures of 96 x 96",
+        "width 8, 2 levels, 2 pictures of 16 x 16",
+        needs="",
+    ),
+    "lstm": _entry(
+        "recurrent:lstm",
+        "LSTM language model with dropout between its layers",
+        "4 layers of width 512, 16 x 256 bytes of text",
+        "2 layers of width 32, 2 x 24 bytes of text",
+        needs="",
+    ),
+    "ode": _entry(
+        "recurrent:ode",
+        "neural ODE: one small network called 4 times in each solver step",
+        "width 512, 40 steps, 2048 points",
+        "width 16, 8 steps, 16 points",
+        needs="",
+    ),
+    "mlp": _entry(
+        "mlp:mlp",
+        "residual MLP, 8 blocks x + relu(x W1) W2",
+        "width 512, 4096 pieces of 16 bytes",
+        "width 32, 16 pieces of 8 bytes",
+        needs="",
+    ),
 }
 
 
@@ -58,8 +139,7 @@ def names() -> tuple[str, ...]:
 
 def describe(name: str) -> str:
     """One line about a built-in target, without building it."""
-    entry = _find(name)
-    return f"{entry.about}; the smallest size, for tests" if name.endswith(TINY) else entry.about
+    return _find(name).line(tiny=name.endswith(TINY))
 
 
 def build(name: str, *, step: int = 0) -> Target:

@@ -229,7 +229,7 @@ def _fused_kernel(
     saves = [query, key, value]
     if masked:  # a bool mask is made additive once a layer
         mask = b.value(f"{prefix}.mask", rows * keys, context.itemsize, split="whole", kind="mask")
-        b.op(f"{prefix}.mask", module, [], [mask])
+        b.op(f"{prefix}.mask", module, [_shared_mask(b, spec, rows * keys, 1)], [mask])
         saves.append(mask)
     if spec.zero_bias and context.attention == "sdpa":
         saves.append(
@@ -264,6 +264,15 @@ def _fused_kernel(
         b.op(f"{prefix}.result_copy", module, [out], [copy])
         return copy
     return out
+
+
+def _shared_mask(b: Builder, spec: Attention, numel: int, itemsize: float) -> int:
+    """The mask that all layers with this window share; autograd does not save it, but blocks that run again read it."""
+    name = f"mask of {spec.window} tokens" if spec.window else "mask"
+    for value in b.graph.values:
+        if value.name == name:
+            return value.index
+    return b.enter(name, numel, itemsize, shared=True, kind="constant")
 
 
 def _expanded(b: Builder, x: int, numel: int, name: str, module: str) -> int:
@@ -329,7 +338,10 @@ def _matrix_kernel(
     # A fused scale-mask-softmax works in the storage type; the Python form widens, keeps the wide result and narrows a copy.
     wide_softmax = spec.softmax_wide or (context.autocast and (spec.causal or not context.cpu))
     widened = b.cast(x, 4, f"{prefix}.scores_wide", module) if wide_softmax and not layout and not inside_sdpa else x
-    weights = b.pointwise(widened, f"{prefix}.weights", module, saves="result")
+    weights = b.like(widened, f"{prefix}.weights")
+    causal = spec.causal and not (cross or inside_sdpa or layout or spec.relative_bias)
+    masks = [_shared_mask(b, spec, rows * keys, wide)] if causal else []
+    b.op(f"{prefix}.weights", module, [widened, *masks], [weights], [weights])
     weights = b.cast(weights, wide, f"{prefix}.weights_narrow", module)
     weights = b.dropout(weights, spec.dropout, f"{prefix}.weights_dropout", module)
     out = b.value(f"{prefix}.product", rows * heads * spec.value_dim, wide, split="tensor")

@@ -216,11 +216,6 @@ def _grouped(b: Builder, tokens: int, spec: Experts, width: int, module: str) ->
     for name, length in biases:
         b.parameter(f"moe.experts.{name}_bias", length, count=spec.num, split="expert")
     local = spec.num / context.expert_parallel
-    gradient = (
-        int(local * up_width * width * context.itemsize / context.tensor_parallel)
-        if train and context.held_gradients
-        else 0
-    )
     share = 1.0 / context.tensor_parallel
 
     def product(x: int, inputs: int, outputs: int, name: str, split: Split) -> int:
@@ -234,6 +229,7 @@ def _grouped(b: Builder, tokens: int, spec: Experts, width: int, module: str) ->
             saves = [source]
         y = b.value(name, rows * outputs, size, split=split)
         flops = 2.0 * rows * inputs * outputs * share
+        gradient = int(local * inputs * outputs * context.itemsize * share) if train and context.held_gradients else 0
         b.op(
             name, module, [source], [*extra, y], saves, kind="matmul", flops=flops,
             backward_flops=flops * (2 if train else 1), backward_extra=gradient,

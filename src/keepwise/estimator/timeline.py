@@ -116,7 +116,7 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
     pieces = [piece for entry in entries for piece in entry.pieces]
     held = [entry.treatment.kept_bytes for entry in entries]
     host = 0.0
-    beside = _shared_bytes(pieces)
+    beside = _shared_bytes(entries)
     if offloaded:
         blocks = [bytes_ for entry, bytes_ in zip(entries, held, strict=True) if entry.pieces[0].kind == "block"]
         host = in_flight * sum(blocks)
@@ -128,7 +128,7 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
     output = sum(piece.graph.user_held for piece in pieces) if setup.output_held else 0
     fresh = setup.gradients == "fresh" and setup.accumulation == 1
     appearing = _appearing(entries, setup) if fresh else [0.0] * len(entries)
-    waiting = waiting_bytes(pieces, setup)
+    waiting, owner = waiting_bytes(pieces, setup), _table_owner(entries)
     fixed = Categories(
         parameters=base.parameters,
         optimizer=base.optimizer,
@@ -169,7 +169,8 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
             )
             note(
                 f"backward of {piece.kind if piece.kind != 'block' else 'a block'}",
-                later, before + kept_here, max(0, rebuilt), output, t.backward_peak - t.saved_in_peak + memory + waiting,
+                later, before + kept_here, max(0, rebuilt), output, 
+                t.backward_peak - t.saved_in_peak + memory + (waiting if number >= owner else 0),
             )  # fmt: skip
         before, cached = before + bytes_, cached + t.cached_bytes
     if base.optimizer_workspace:
@@ -209,6 +210,14 @@ def _run_ends(entries: Sequence[Entry], *, both: bool) -> set[int]:
     return ends
 
 
+def _table_owner(entries: Sequence[Entry]) -> int:
+    """The entry that owns the token table: once its backward is done, no gradient waits for another part (Whisper's encoder)."""
+    for number, entry in enumerate(entries):
+        if any(p.role == "table" and p.name == "embeddings.tokens" for p in entry.pieces[0].graph.parameters):
+            return number
+    return 0
+
+
 def _appearing(entries: Sequence[Entry], setup: Setup) -> list[float]:
     """Gradient buffers that each entry's backward makes."""
     pieces = [piece for entry in entries for piece in entry.pieces]
@@ -219,13 +228,23 @@ def _appearing(entries: Sequence[Entry], setup: Setup) -> list[float]:
     return [sum(known[id(piece.graph)] for piece in entry.pieces) for entry in entries]
 
 
-def _shared_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes that all blocks of a stack share: position angles, the encoder's output, masks. Each once."""
-    once = {
-        (stack, value.name): value.num_bytes
-        for stack, graph in dict.fromkeys((piece.stack, piece.graph) for piece in pieces)
-        for value in graph.shared_values
-    }
+def _shared_bytes(entries: Sequence[Entry]) -> int:
+    """Bytes that all blocks of a stack share: position angles, the encoder's output, masks. Each once.
+
+    Constants count where autograd saves them or blocks that run again read them.
+    """
+    once: dict[tuple[str, str], int] = {}
+    seen: set[tuple[int, bool]] = set()
+    for entry in entries:
+        rebuilt = entry.treatment.rebuilt_seconds > 0
+        for piece in entry.pieces:
+            graph = piece.graph
+            if (id(graph), rebuilt) in seen:
+                continue
+            seen.add((id(graph), rebuilt))
+            for value in graph.shared_values:
+                if rebuilt or value.kind != "constant" or value.index in graph.saved():
+                    once[piece.stack, value.name] = value.num_bytes
     return sum(once.values())
 
 

@@ -50,6 +50,7 @@ from keepwise.runtime.watch import Watch, innermost_hooks, unpack
 Tensor = torch.Tensor
 Source = tuple[int, Cell | None, Geometry | None, WindowRun | None]
 """View id, the cell of an enclosing run, where the view lies over another one, that run."""
+_DETACH = torch.ops.aten.detach.default
 _graph_task = torch._C._current_graph_task_id
 _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
@@ -99,11 +100,15 @@ class Guard(Watch):
         else:
             entry = self._find(func)
             if entry is None:
+                if func is _DETACH and _graph_task() != -1:  # autograd's own, of what our unpack gave it
+                    return func(*args, **(kwargs or {}))
                 self.stats.num_unknown_ops += 1
                 self.stats.differs(f"{func}, which the recorded step does not have here")
                 self.last = (self.last[1], func)
+                given = set(map(storage_key, tensors_in(args, kwargs)))
                 result = self._unwatched(func, args, kwargs)
-                self.strange.update(key for t in tensors_out(result) if t is not None and (key := storage_key(t)))
+                made = {storage_key(t) for t in tensors_out(result) if t is not None}
+                self.strange.update(key for key in made - given if key is not None)
                 return result
         self.last = (self.last[1], func)
         self.place = entry.index + 1

@@ -144,6 +144,19 @@ def test_the_terminal_shows_all_parts() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_a_narrow_terminal_has_one_line_a_group() -> None:
+    out = io.StringIO()
+    shown = report()
+    print_report(shown, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("What happens")) :]
+    first = next(i for i, line in enumerate(table) if line.strip().startswith("──"))
+    last = next(i for i, line in enumerate(table) if line.strip().startswith("all "))
+    rows = [line for line in table[first + 1 : last] if line.strip()]
+    assert len(rows) == len(shown.groups)
+
+
 def test_the_terminal_without_unicode() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True)

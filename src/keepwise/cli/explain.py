@@ -21,6 +21,9 @@ _VERBS = {"keep": "kept", "recompute": "recomputed", "pack": "packed", "offload"
 def command(io: Io, plan: str, module: str) -> int:
     """Why each tensor of MODULE is kept, recomputed, packed or offloaded in PLAN, a file that `keepwise fit --save` wrote.
 
+    Each has two prices: the bytes that it holds, and the time to make it again; beside them stands what a GiB is worth at the
+    plan's budget.
+
     MODULE is a path such as transformer.h.3.mlp, or a pattern such as 'transformer.h.*.mlp'; without it, the whole model.
     """
     loaded = load_plan(plan)
@@ -34,7 +37,8 @@ def command(io: Io, plan: str, module: str) -> int:
         "plan": plan,
         "module": module,
         "summary": loaded.summary(),
-        "decisions": [{"kind": d.kind, **dataclasses.asdict(d)} for d in found],
+        "memory_price": loaded.memory_price,
+        "decisions": [{"kind": d.kind, **dataclasses.asdict(d), "seconds_per_gib": d.seconds_per_gib} for d in found],
     }
     io.out.print(loaded.summary(), soft_wrap=True)
     parts = [f"{n} {_VERBS[kind]} ({show_bytes(b)})" for kind, (n, b) in sums.items() if n]

@@ -15,11 +15,12 @@ from torch import nn
 from keepwise._errors import UsageError
 from keepwise._units import show_bytes, show_number, unit_of
 from keepwise.ir import Phase, Schedule, Step
+from keepwise.plan.optimal import memory_price
 from keepwise.proof.proof import Proof
 from keepwise.runtime.apply import Runner, attach, detach, models_of
 from keepwise.runtime.program import compile_program
 from keepwise.runtime.stats import StepStats
-from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute, decisions_of
+from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute, decisions_of, explained
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.ladder import Ladder
@@ -152,6 +153,13 @@ class Plan:
         return self._total(Offload)
 
     @property
+    def memory_price(self) -> float | None:
+        """Seconds of a step that one more GiB would save at this budget; None for plans that `auto` did not make."""
+        if self.schedule.planner not in ("optimal", "floor", "none"):
+            return None
+        return memory_price(self.step, self.peak_bytes if self.budget_bytes is None else self.budget_bytes) * 2**30
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the step, one sentence each."""
         return self.document.notes
@@ -222,12 +230,7 @@ class Plan:
             raise UsageError(
                 f"no saved activation at {path!r}; modules that have some: {', '.join(known[:12]) or 'none'}"
             )
-        lines = []
-        for d in found:
-            lines.append(f"{d.kind:9s} {show_bytes(d.nbytes):>9s}  {d.path or '(model)'}  {d.op}  {d.source}")
-            reader = f"; read by {d.saved_by}" if d.saved_by else ""
-            lines.append(f"{'':21s}{d.why}{reader}")
-        return "\n".join(lines)
+        return explained(found, self.memory_price)
 
     # At work.
 

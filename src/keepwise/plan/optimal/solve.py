@@ -17,10 +17,12 @@ inside a stage begins at that stage's inputs, and an op is replayed for a segmen
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal.binding import describe_peak
@@ -203,3 +205,35 @@ def _result(bench: Workbench, budget_bytes: int, tolerance: float, began: float,
         solve_seconds=time.perf_counter() - began,
         layers=tuple(layers),
     )
+
+
+def memory_price(step: Step, budget_bytes: int) -> float:
+    """What a byte is worth at a budget, in seconds a byte: the slope of the least added time, smoothed to a convex curve.
+
+    It is the dual price of the budget where plans may be mixed over steps. 0 where the plain step fits.
+    """
+    bench = workbench(step)
+    bench.prepare()
+    if bench.plain.peak_bytes <= budget_bytes:
+        return 0.0
+    points = {bench.plain.peak_bytes: 0.0}
+    for view in bench.views:
+        table = view.lower.table
+        for m in np.flatnonzero(table < np.concatenate([[np.inf], table[:-1]])).tolist():
+            at = view.lower.low + m * view.lower.grain
+            points[at] = min(points.get(at, float("inf")), float(table[m]))
+    hull: list[tuple[int, float]] = []
+    for x, y in sorted(points.items()):
+        if hull and y >= hull[-1][1]:
+            continue
+        while len(hull) >= 2 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    for a, b in itertools.pairwise(hull):
+        if budget_bytes < b[0]:
+            return -_slope(a, b)
+    return 0.0
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

@@ -11,13 +11,19 @@ new periods, the middle one's copies, with all moments moved along. What is the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from keepwise.ir import NO_OP, Op, Phase, Read, Save, Step, Storage, Value
 from keepwise.ir.validate import validate
+
+ALONE = -1
+"""Place of a tensor that belongs to no orbit."""
+
+_Copies = dict[int, tuple[int | None, int]]
+"""Place in the orbit -> (periods that it is moved by, number in the new step)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +180,7 @@ class _Deeper:
             return b.start + grown + (self.count - 1 + self.more - own - by) * b.period + rest
         return t + grown + self.more * b.period
 
-    def _targets(self, orbits: _Orbits, item: int) -> list[tuple[int, int]]:
+    def _targets(self, orbits: _Orbits, item: int) -> list[tuple[int, int | None]]:
         """(position in the orbit, shift) of each new tensor that an old one stands for."""
         _, position = orbits.place[item]
         members = orbits.members[orbits.place[item][0]]
@@ -190,9 +196,9 @@ class _Deeper:
         self.new_values = self._number(self.values, len(step.values))
         self.new_storages = self._number(self.storages, len(step.storages))
         last = len(step.ops) - 1
-        storages = list(step.storages[:1]) * sum(len(x) for x in self.new_storages.values())
+        storages = list(step.storages[:1]) * sum(len(x) for x in self.new_storages)
         for s in step.storages:
-            for (_, shift), new in self.new_storages[s.id].items():
+            for shift, new in self.new_storages[s.id].values():
                 storages[new] = msgspec.structs.replace(
                     s,
                     id=new,
@@ -200,9 +206,9 @@ class _Deeper:
                     held_until=self.moment(s.held_until, None if s.held_until == last else shift),
                     saved_until=self.moment(s.saved_until, shift) if s.saved_until != NO_OP else NO_OP,
                 )
-        values = list(step.values[:1]) * sum(len(x) for x in self.new_values.values())
+        values = list(step.values[:1]) * sum(len(x) for x in self.new_values)
         for v in step.values:
-            for (_, shift), new in self.new_values[v.id].items():
+            for shift, new in self.new_values[v.id].values():
                 values[new] = msgspec.structs.replace(
                     v,
                     id=new,
@@ -234,40 +240,31 @@ class _Deeper:
         members = self.values.members[self.values.place[value][0]]
         return len({self.step.values[m].view for m in members}) == 1
 
-    def _number(self, orbits: _Orbits, size: int) -> dict[int, dict[tuple[int, int | None], int]]:
-        """Old tensor -> {(position in the orbit or -1, shift): new number}, in the old order."""
-        found: dict[int, dict[tuple[int, int | None], int]] = {}
+    def _number(self, orbits: _Orbits, size: int) -> list[_Copies]:
+        """Old tensor -> its copies, numbered in the old order."""
+        found: list[_Copies] = []
         number = 0
         for item in range(size):
-            keys: Iterable[tuple[int, int | None]] = (
-                self._targets(orbits, item) if item in orbits.place else [(-1, None)]
-            )
-            found[item] = {}
-            for key in keys:
-                found[item][key] = number
+            copies: _Copies = {}
+            for place, shift in self._targets(orbits, item) if item in orbits.place else [(ALONE, None)]:
+                copies[place] = (shift, number)
                 number += 1
+            found.append(copies)
         return found
 
-    def _of(
-        self, numbers: dict[int, dict[tuple[int, int | None], int]], orbits: _Orbits, item: int, shift: int | None
-    ) -> int:
+    def _of(self, numbers: list[_Copies], orbits: _Orbits, item: int, shift: int | None) -> int:
         """The new tensor that stands for an old one, seen from something that was moved `shift` periods."""
         if item not in orbits.place:
-            return numbers[item][(-1, None)]
+            return numbers[item][ALONE][1]
         orbit, position = orbits.place[item]
-        if shift is None:
-            position += self.more if position > len(orbits.members[orbit]) // 2 else 0
-        else:
-            position += shift
         members = orbits.members[orbit]
         middle = len(members) // 2
-        if position < middle:
-            old = members[position]
-        elif position > middle + self.more:
-            old = members[position - self.more]
+        if shift is None:
+            position += self.more if position > middle else 0
         else:
-            old = members[middle]
-        return next(new for (place, _), new in numbers[old].items() if place == position)
+            position += shift
+        old = min(position, middle) if position <= middle + self.more else position - self.more
+        return numbers[members[old]][position][1]
 
     def _shifts(self, t: int) -> list[int | None]:
         """How far the copies of what happens at a moment are moved: several times for the middle period."""

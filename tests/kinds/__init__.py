@@ -21,7 +21,11 @@ KINDS = (
     "differing_steps",
 )
 
+WILD = ("wild_state", "wild_structure", "wild_autograd", "wild_types", "wild_steps")
+"""More of the same kinds, each file of several."""
+
 
 def kinds() -> list[Collection]:
     """The programs of each kind, in the order of `KINDS`."""
-    return [importlib.import_module(f".{name}", __name__).PROGRAMS for name in KINDS]
+    found = [importlib.import_module(f".{name}", __name__).PROGRAMS for name in KINDS]
+    return [*found, *(c for name in WILD for c in importlib.import_module(f".{name}", __name__).COLLECTIONS)]

@@ -42,7 +42,7 @@ def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8)
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:

@@ -23,10 +23,16 @@ def digest(t: Tensor) -> int:
     t = t.detach()
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
-    flat = t.contiguous().reshape(-1).view(torch.uint8)
+    flat = bytes_of(t)
     if t.device.type == "cpu":
         return zlib.crc32(memoryview(flat.numpy()), seed)  # pyright: ignore[reportArgumentType]
     return seed ^ _mix(flat)
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """The bytes of a strided tensor in index order, as one row."""
+    t = t.contiguous()
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)  # a tensor of one element may have any stride
 
 
 def strong_digest(t: Tensor) -> int:
@@ -64,7 +70,7 @@ def _feed(h: Any, t: Tensor) -> None:
     elif t.numel():
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
-        h.update(memoryview(t.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))  # pyright: ignore[reportArgumentType]
+        h.update(memoryview(bytes_of(t).cpu().numpy()))  # pyright: ignore[reportArgumentType]
 
 
 def _mix(flat: Tensor) -> int:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from keepwise.ir import Phase
 from keepwise.runtime.calls import tensors_in, tensors_out, with_tensors
 from keepwise.runtime.clean import RandomState, call_with_state, clean, generator_of, is_random
+from keepwise.runtime.digest import bytes_of
 from keepwise.runtime.special import is_opaque, is_python, replay_arguments
 from keepwise.trace.flops import flops_of
 from keepwise.trace.spill import Geometry, can_spill
@@ -397,10 +398,9 @@ def _whole(t: Tensor) -> Tensor:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of equal geometry hold the same bits, NaNs and signed zeros included; below autograd only."""
-    a, b = a.detach().contiguous(), b.detach().contiguous()
     if a.numel() == 0:
         return True
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(bytes_of(a.detach()), bytes_of(b.detach()))
 
 
 def _line(error: BaseException) -> str:

@@ -222,6 +222,6 @@ def _notes(recorder: Recorder) -> tuple[str, ...]:
     )
     if opaque:
         notes.append(
-            f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions): kept."
+            f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions, other threads): kept."
         )
     return tuple(notes)

@@ -151,7 +151,7 @@ class OptimizerState:
             return
         self._bytes = Bytes(optimizer_tensors(optimizer))
         self._state = {p: dict(s) for p, s in optimizer.state.items()}
-        self._groups = [dict(g) for g in optimizer.param_groups]
+        self._groups = [(g, {k: list(v) if k == "params" else v for k, v in g.items()}) for g in optimizer.param_groups]
         self._called = optimizer.__dict__.get("_opt_called", self)
         """Whether `step()` was called, as a learning rate scheduler asks; this object where nobody does."""
 
@@ -167,7 +167,8 @@ class OptimizerState:
             now = optimizer.state[p]
             now.clear()
             now.update(saved)
-        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+        optimizer.param_groups[:] = [group for group, _ in self._groups]
+        for group, saved in self._groups:
             group.clear()
             group.update(saved)
         if self._called is not self:

@@ -4,15 +4,19 @@ Notes:
 1. Global module hooks would be seen by every `torch.compile`d region; a model that has one gets hooks of its own on the modules
    outside of it instead. Either kind is removed without trace.
 2. No frame's locals are read: doing so in Python 3.11 and 3.12 keeps the tensors in them alive.
+3. Torch tells a module's hooks of an `Exception` in forward, not of a KeyboardInterrupt. Who is still running is therefore read off
+   the Python stack: the frame that called our hook is there, at the height where it was, or the module has been left.
+4. Modules that run in other threads are not looked at: their ops are not seen either.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,7 +64,8 @@ class PathTracker:
         self._names = (
             {id(m): name for name, m in model.named_modules(remove_duplicate=True)} if model is not None else {}
         )
-        self._stack: list[str] = []
+        self._stack: list[_Entry] = []
+        self._thread = threading.get_ident()
         self._handles: list[Any] = []
         self.on_root: Callable[[bool], None] | None = None
         """Told True when the model's forward begins and False when it ends."""
@@ -68,12 +73,11 @@ class PathTracker:
     @property
     def path(self) -> str:
         """Path of the innermost running module; empty for the model itself and outside of it."""
-        return self._stack[-1] if self._stack else ""
+        return self._stack[-1].name if self._stack else ""
 
-    @property
-    def depth(self) -> int:
-        """Number of modules of the model that are running inside of each other."""
-        return len(self._stack)
+    def is_running(self) -> bool:
+        """Whether a module of the model is running in this thread (note 3)."""
+        return bool(self._stack) and threading.get_ident() == self._thread and self._stack[0].is_on(_frames())
 
     def install(self) -> None:
         """Begin to watch (note 1)."""
@@ -99,19 +103,57 @@ class PathTracker:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None:
-            self._stack.append(name)
-            if module is self._model and self._stack.count(name) == 1 and self.on_root is not None:
-                self.on_root(True)
+        if name is None or threading.get_ident() != self._thread:
+            return
+        frames = _frames()
+        while self._stack and not self._stack[-1].is_on(frames):
+            self._pop(self._stack[-1].name)
+        caller = len(frames) - 2
+        self._stack.append(_Entry(name, module is self._model, caller, frames[caller]))
+        if module is self._model and self._num_roots() == 1 and self.on_root is not None:
+            self.on_root(True)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         name = self._names.get(id(module))
-        if name is None or name not in self._stack:
+        if name is None or threading.get_ident() != self._thread:
             return
-        while self._stack.pop() != name:
-            pass  # A module whose own hooks raised never left.
-        if module is self._model and self.on_root is not None and name not in self._stack:
+        if any(entry.name == name for entry in self._stack):
+            self._pop(name)
+
+    def _pop(self, name: str) -> None:
+        """Take off the innermost entry of that name, and what lies on it: a module whose own hooks raised never left."""
+        roots = self._num_roots()
+        while self._stack.pop().name != name:
+            pass
+        if roots and not self._num_roots() and self.on_root is not None:
             self.on_root(False)
+
+    def _num_roots(self) -> int:
+        return sum(entry.is_root for entry in self._stack)
+
+
+class _Entry(NamedTuple):
+    """A module that is running: where on the Python stack the frame lies that called our hook."""
+
+    name: str
+    is_root: bool
+    height: int
+    frame: int
+
+    def is_on(self, frames: list[int]) -> bool:
+        """Note 3."""
+        return self.height < len(frames) and frames[self.height] == self.frame
+
+
+def _frames() -> list[int]:
+    """Identities of the frames of this thread, the outermost first, without that of this function."""
+    found: list[int] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        found.append(id(frame))  # the frames themselves would be a cycle through the caller's locals
+        frame = frame.f_back
+    found.reverse()
+    return found
 
 
 def _outside(model: nn.Module, compiled: Iterable[str]) -> list[nn.Module]:

@@ -17,6 +17,7 @@ Notes:
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,7 @@ class SavedTensors:
         """Saved since the last op returned."""
         self._packed: dict[int, weakref.WeakSet[Saved]] = {}
         """Storage -> the handles that stand for copies of it."""
+        self._thread = threading.get_ident()
         self._restored: tuple[WeakTensor, TensorObject] | None = None
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
         self._handles: set[weakref.ref[Saved]] = set()
@@ -160,6 +162,8 @@ class SavedTensors:
         """Hook: the saved tensor again."""
         with self._table.clock_stops(), torch._C.DisableTorchFunction():
             save = self.saves[saved.index]
+            if threading.get_ident() != self._thread:
+                saved.incarnation.draft.keep("read in another thread than the one that was recorded")
             node = current_node()
             if node is None:
                 save.in_forward = True
@@ -168,7 +172,7 @@ class SavedTensors:
                 visit.saves.append(saved.index)
                 if visit not in save.visits:
                     save.visits.append(visit)
-                if self._paths.depth or self.builds_graph():
+                if self._paths.is_running() or self.builds_graph():
                     save.in_forward = True
             t, entry = self._restore(saved, save)
             if saved.foreign is not None:

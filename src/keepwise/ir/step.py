@@ -78,6 +78,10 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds it beyond autograd, in words, where known."""
     keep_reason: str = ""
     """Why it must not be dropped (empty: it may be). Static and caller-held storages need no reason: they are free to keep."""
+    packed_bytes: int = 0
+    """Bytes of a smaller lossless form; 0 where none was seen."""
+    pack_seconds: float = 0.0
+    """Time to make that form and to expand it."""
 
     @property
     def death(self) -> int:
@@ -140,6 +144,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
     """Module path: `h.3.mlp`"""
     source: str = ""
     """`file.py:line`"""
+    unpacks: bool = False
+    """Whether its replay expands a packed form of its result, `rng_bytes` long, instead of running it (`ir.packing`)."""
     signature: str = ""
     """Key of target, shapes, dtypes, strides and literals: ops with equal keys cost the same."""
 

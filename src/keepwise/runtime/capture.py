@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,28 +57,28 @@ class Call:
         self,
         func: Any,
         args: list[Any],
-        kwargs: dict[str, Any] | None,
-        places: list[tuple[Any, Any]],
-        sources: list[tuple[int, Cell | None, Geometry | None]],
-        copies: tuple[int, ...],
-        owns: list[tuple[Any, Any]],
-        holds: list[tuple[Tensor, int]],
-        hold_places: list[tuple[Any, Any]],
         outs: tuple[int, ...],
-        random: RandomState | None,
         where: str,
+        kwargs: dict[str, Any] | None = None,
+        places: Sequence[tuple[Any, Any]] = (),
+        sources: list[tuple[int, Cell | None, Geometry | None]] | None = None,
+        copies: tuple[int, ...] = (),
+        owns: Sequence[tuple[Any, Any]] = (),
+        holds: list[tuple[Tensor, int]] | None = None,
+        hold_places: Sequence[tuple[Any, Any]] = (),
+        random: RandomState | None = None,
         writes: tuple[int, ...] = (),
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.places = places
         """(container, key) of each argument to fill in, aligned with `sources`."""
-        self.sources = sources
+        self.sources = sources if sources is not None else []
         """(view id, cell of an outer run or None, geometry or None)."""
         self.copies = copies
         """Indices into `sources` that must be copied before the call because it writes them and an outer run owns them."""
         self.owns = owns
         """(container, key) of each argument that was captured by copy and that the call writes."""
-        self.holds = holds
+        self.holds = holds or []
         """Captured tensors with their versions, for the version check."""
         self.hold_places = hold_places
         """Where each of `holds` stands among the arguments."""

@@ -41,6 +41,8 @@ from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
 from keepwise.runtime.holding import Namer, alias, version_of
+from keepwise.runtime.packing import pack
+from keepwise.runtime.packing import unpack as expand
 from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import replay_arguments
@@ -180,7 +182,9 @@ class Guard(Watch):
                 written += [tensors[i] for i in entry.written]
             protect(written)
         captured: list[tuple[WindowRun, Call]] = []
-        if entry.uses and (fits or not entry.mutates):
+        if entry.unpacks:
+            pass
+        elif entry.uses and (fits or not entry.mutates):
             random = None
             if entry.random:
                 generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
@@ -201,15 +205,34 @@ class Guard(Watch):
             raise
         if written:
             self._written(written, captured)
+        if entry.unpacks:
+            captured = self._packed(entry, result)
         for run, call in captured:
             run.add(call, result)
-        if captured or not written or (fits and all(views[i] == entry.ins[i] for i in entry.written)):
+        if entry.unpacks or captured or not written or (fits and all(views[i] == entry.ins[i] for i in entry.written)):
             self.bind(entry.outs, result, made=bool(captured))
         if entry.finishes:
             for save in self.pending.pop(entry.index, ()):
                 if any(run is save.run for run, _ in captured):
                     self._finish(save)
         return result
+
+    def _packed(self, entry: OpEntry, result: Any) -> list[tuple[WindowRun, Call]]:
+        """Replays that expand the packed form of a result; none where it has no such form in this step."""
+        t = tensors_out(result)[0]
+        bits = pack(t) if entry.uses and t is not None else None
+        if t is None or bits is None:
+            if entry.uses:
+                self.stats.differs(f"{entry.where} returned no two values that could be packed")
+            return []
+        numel = t.untyped_storage().nbytes() // t.element_size()
+        found: list[tuple[WindowRun, Call]] = []
+        for use in entry.uses:
+            run = self._run(use.window)
+            if run.is_open:
+                arguments = [*bits, numel, t.shape, t.stride(), t.dtype]
+                found.append((run, Call(func=expand, args=arguments, outs=entry.outs, where=entry.where)))
+        return found
 
     def _cell(self, run: WindowRun | None, view: int, t: Tensor) -> Cell | None:
         """Where `run` will put the tensor object `t`; None if it does not make it."""

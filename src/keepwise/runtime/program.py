@@ -60,6 +60,8 @@ class OpEntry:
     finishes: frozenset[int] = frozenset()
     """Views whose content is complete only after this op although they were saved before it."""
 
+    unpacks: bool = False
+    """Whether replays expand a packed form of its result instead of running it."""
     is_checked: bool = False
     """Whether its arguments must be compared with the recording: it is replayed, or writes in place."""
 
@@ -179,6 +181,7 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
                 where=f"{op.target} at {op.path or 'model'}" + (f" ({op.source})" if op.source else ""),
                 uses=uses,
                 finishes=frozenset(finishes.get(k, ())),
+                unpacks=op.unpacks,
                 is_checked=bool(uses) or writes,
             )
         )

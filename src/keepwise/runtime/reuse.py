@@ -124,6 +124,8 @@ class Form:
 
 def form_of(func: Any, result: Any) -> Form | None:
     """How to replay `func` into given memory; None where that is not possible or not worth it."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
     found = out_form(func)
     if found is None or not isinstance(result, Tensor) or result.numel() < 4096 or not _owns_whole_storage(result):
         return None

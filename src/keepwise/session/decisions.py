@@ -101,6 +101,12 @@ def decisions_of(step: Step, schedule: Schedule) -> tuple[Decision, ...]:
         if s in retained and s not in held:
             count = times.get(s, 0)
             seconds = fields["seconds"]
+            if storage.birth >= 0 and step.ops[storage.birth].unpacks:
+                bits = show_bytes(step.ops[storage.birth].rng_bytes)
+                found.append(
+                    Pack(why=f"held as {bits} of bits, expanded in backward, {seconds * 1e3:.2f} ms", **fields)
+                )
+                continue
             why = f"replayed {'once' if count == 1 else f'{count} times'} in backward, {seconds * 1e3:.2f} ms"
             found.append(Recompute(why=why, **fields))
         elif s in packed:

@@ -34,7 +34,7 @@ from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
 from keepwise.session.pins import apply_pins, check_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
-from keepwise.session.planning import Planned, plan_schedule
+from keepwise.session.planning import Planned, plan_step
 from keepwise.session.sizes import Key, key_of, shapes_in_words
 from keepwise.session.status import Status
 from keepwise.session.step_facts import notes_of, only_inside_forward
@@ -222,11 +222,13 @@ def fit(
         )
         want_floor = isinstance(budget, str) and budget.strip().lower() == "min"
         attempt = 0
+        packs = True
         while True:
-            planned = plan_schedule(
+            planned_step, planned = plan_step(
                 recorded,
-                limit,
                 planner,
+                packs=packs,
+                budget_bytes=limit,
                 on_infeasible=on_infeasible,
                 want_floor=want_floor,
                 progress=progress,
@@ -235,7 +237,7 @@ def fit(
             notes.extend(n for n in planned.notes if n not in notes)
             document = _document(
                 model,
-                recorded,
+                planned_step,
                 planned,
                 budget,
                 None if limit is None or want_floor else limit,
@@ -298,6 +300,8 @@ def fit(
                     f"{MAX_PROOFS} rounds of keeping the tensors concerned; nothing was applied. Please report this model"
                 )
             attempt += 1
+            if planned_step is not recorded:
+                packs, bad = False, frozenset(s for s in bad if s < len(recorded.storages))
             recorded = _keep_also(recorded, bad)
             forced -= bad
             notes.append(

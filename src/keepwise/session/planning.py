@@ -10,6 +10,7 @@ from typing import Any
 from keepwise._errors import InfeasibleBudget, UsageError
 from keepwise._units import show_bytes
 from keepwise.ir import Schedule, Step
+from keepwise.ir.packing import with_packing
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.session.advice import binding_moment, infeasible_message
@@ -31,6 +32,41 @@ class Planned:
     bound_seconds: float
     floor_bytes: int
     notes: tuple[str, ...] = ()
+
+
+def plan_step(step: Step, planner: Any, *, packs: bool, forced: frozenset[int], **options: Any) -> tuple[Step, Planned]:
+    """Plan a step, with random masks expanded from their bits where that is better than drawing them again (`ir.packing`).
+
+    Args:
+        step: the recorded step.
+        planner: as for `plan_schedule`; named planners and the user's own plan the recorded step.
+        packs: whether packed forms may be used.
+        forced: as for `plan_schedule`.
+        options: the other arguments of `plan_schedule`.
+
+    Returns:
+        The step that the schedule is for, and the plan.
+
+    Raises:
+        InfeasibleBudget, UsageError: as `plan_schedule` does.
+    """
+    plain, budget = simulate(step), options["budget_bytes"]
+    fits = not options["want_floor"] and (budget is None or plain.peak_bytes <= budget)
+    packed = with_packing(step, but=forced) if packs and planner == "auto" and not fits else step
+    if packed is step:
+        return step, plan_schedule(step, planner=planner, forced=forced, **options)
+    try:
+        found = plan_schedule(packed, planner=planner, forced=forced, **options)
+    except InfeasibleBudget:
+        return step, plan_schedule(step, planner=planner, forced=forced, **options)
+    if options["want_floor"] or found.status is Status.INFEASIBLE:  # the bits themselves may stand in the way
+        other = plan_schedule(step, planner=planner, forced=forced, **options)
+        if (other.timeline.peak_bytes, other.timeline.added_seconds) < (
+            found.timeline.peak_bytes,
+            found.timeline.added_seconds,
+        ):
+            return step, other
+    return packed, dataclasses.replace(found, plain=plain)
 
 
 def plan_schedule(

@@ -195,6 +195,8 @@ def _storages(recorder: Recorder) -> tuple[Storage, ...]:
                 name=draft.name,
                 holder=draft.holder,
                 keep_reason="" if draft.category.is_static else draft.keep_reason,
+                packed_bytes=draft.packed[0] if draft.packed else 0,
+                pack_seconds=draft.packed[1] if draft.packed else 0.0,
             )
         )
     return tuple(done)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import NO_OP
+from keepwise.runtime.packing import packed_price
 from keepwise.trace.admission import same_bytes
 from keepwise.trace.drafts import OpDraft, Saved, SaveDraft, Visits, WeakTensor, current_node
 from keepwise.trace.paths import PathTracker, source_line
@@ -98,6 +99,7 @@ class SavedTensors:
             storage = incarnation.ref() if incarnation.ref is not None else None
             if incarnation.is_copy or not isinstance(storage, torch.UntypedStorage):
                 continue
+            incarnation.draft.packed = None
             for saved in tuple(self._packed.get(incarnation.draft.id, ())):
                 saved.copy = self._copy(storage, incarnation)
         if written:
@@ -150,6 +152,9 @@ class SavedTensors:
                 saved.geometry = Geometry(t)
                 saved.copy = self._copy(t.untyped_storage(), incarnation)
                 self._packed.setdefault(draft.id, weakref.WeakSet()).add(saved)
+                if draft.packed is None:
+                    with torch._C._DisableTorchDispatch():
+                        draft.packed = packed_price(t)
             self._fresh.append((saved, weakref.ref(t)))
             self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
             outer = self._outer[-1] if self._outer else None

@@ -40,6 +40,8 @@ class StorageDraft:
     name: str = ""
     holder: str = ""
     keep_reason: str = ""
+    packed: tuple[int, float] | None = None
+    """Bytes of a packed form, and seconds to pack and unpack."""
     is_leaf: bool = False
     """Whether it is neither of the model nor an argument, and no recorded op made it."""
 

@@ -6,7 +6,6 @@ from keepwise.estimator.emit.choice import PARALLEL, Option, System, numbered
 from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
 
-
 _MAKE = "model = make_model()  # layers remember the scope in which they are made"
 
 

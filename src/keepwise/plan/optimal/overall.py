@@ -17,6 +17,8 @@ bound is returned, so that a time limit costs strength, never validity.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 
 import highspy
 import numpy as np
@@ -121,8 +123,7 @@ class _Program:
         lp.a_matrix_.index_ = np.array([c for row, _, _ in self.rows for c in row], dtype=np.int32)
         lp.a_matrix_.value_ = np.array([v for row, _, _ in self.rows for v in row.values()])
         lp.integrality_ = [highspy.HighsVarType.kInteger] * count
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
+        solver = _silent_solver()
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", time_limit)
         solver.setOptionValue("mip_rel_gap", 1e-6)
@@ -131,6 +132,21 @@ class _Program:
         if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return float("inf")
         return max(float(solver.getInfo().mip_dual_bound), 0.0)
+
+
+def _silent_solver() -> highspy.Highs:
+    """A solver that prints nothing. Its first instance writes a banner to the file behind stdout before an option can forbid it."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        solver = highspy.Highs()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    solver.setOptionValue("output_flag", False)
+    return solver
 
 
 def _backward_starts(step: Step, ops: list[int]) -> dict[int, int]:

@@ -52,9 +52,12 @@ class Case:
     adapters: str = ""
     dense: bool = True
     note: str = ""
+    target: str = ""
 
     @property
     def label(self) -> str:
+        if self.target:
+            return f"target {self.target}"
         width = self.sizes.get("hidden_size") or self.sizes.get("n_embd") or self.sizes.get("d_model")
         layers = self.sizes.get("num_hidden_layers") or self.sizes.get("n_layer") or self.sizes.get("num_layers")
         layers = layers or f"{self.sizes['encoder_layers']}+{self.sizes['decoder_layers']}"
@@ -175,6 +178,25 @@ CASES = [
     make("llama", LLAMA, llama(512, 4, 1408, 8, 2), 2, 512, adapters="all-linear", mode="bf16", dense=False, note="LoRA all"),
 ]  # fmt: skip
 
+
+def built_in(name: str, batch: int, sequence: int, **more: Any) -> Case:
+    return Case(family=name, model="", config="", sizes={}, batch=batch, sequence=sequence, target=name, **more)
+
+
+# What `keepwise fit NAME` runs, in its own size.
+CASES += [
+    built_in("gpt2", 4, 512),
+    built_in("gpt2-dropout", 4, 512),
+    built_in("gpt2-eager", 4, 512, attention="eager"),
+    built_in("llama", 4, 512),
+    built_in("bert", 4, 512),
+    built_in("t5", 4, 256),
+    built_in("whisper", 4, 128),
+    built_in("vit", 8, 197),
+    built_in("llama-lora", 4, 512, adapters="q,v", dense=False),
+    built_in("mixtral", 4, 512, dense=False),
+]
+
 QUICK = 4  # a quick run takes every fourth case
 
 _PRECISION = {"fp32": "fp32", "bf16": "bf16-pure", "autocast": "bf16-autocast"}
@@ -182,6 +204,14 @@ _PRECISION = {"fp32": "fp32", "bf16": "bf16-pure", "autocast": "bf16-autocast"}
 
 def build(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
     """Model, batch, configuration mapping."""
+    if case.target:
+        from keepwise.targets import load
+
+        torch.manual_seed(0)
+        made = load(case.target)
+        values = made.model.config.to_dict()
+        values["num_labels"] = made.model.config.num_labels
+        return made.model, made.kwargs, values
     config = getattr(transformers, case.config)(**case.sizes)
     config._attn_implementation = case.attention
     torch.manual_seed(0)
@@ -294,6 +324,8 @@ def measure(case: Case, policy: str) -> Row:
         peak = max(peak, live)
     row.measured["peak"] = peak
     options: dict[str, Any] = {"lora_rank": 8, "lora_targets": case.adapters} if case.adapters else {}
+    if case.target == "llama-lora":
+        options["lora_dropout"] = 0.05
     answer = keepwise.estimate(
         values, batch=case.batch, sequence=case.sequence, attention=case.attention, precision=_PRECISION[case.mode], device="cpu",
         checkpointing=policy, **options,

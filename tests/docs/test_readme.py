@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from keepwise.cli import main
 
 README = Path(__file__).parents[2] / "README.md"
 LINES = [line.split("#")[0].strip() for line in README.read_text().splitlines() if line.startswith("keepwise ")]
+TARGET = re.search(r"^```python\n(# train\.py\n.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)[1]  # type: ignore[index]
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -31,6 +33,7 @@ def test_the_readme_has_commands() -> None:
 def test_command(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "train.py").write_text(TARGET)
     words = line.split()[1:]
     words = ["gpt2-tiny" if w == "gpt2" else "0.9x" if w == "0.6x" else w for w in words]
     if words[0] == "fit" and "--list" not in words:

@@ -149,6 +149,46 @@ def test_accelerate_accepts_every_option():
         assert names <= known
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_reads_degrees_of_parallelism():
+    pytest.importorskip("accelerate")
+    yaml = pytest.importorskip("yaml")
+    from accelerate.parallelism_config import ParallelismConfig
+
+    _, setup, found = options("accelerate", data_parallel=4, zero=3, tensor_parallel=2, context_parallel=2)
+    loaded = yaml.safe_load(accelerate.SYSTEM.write(found[0], architecture_of(LLAMA), setup))
+    given = {name.removeprefix("parallelism_config_"): size for name, size in loaded["parallelism_config"].items()}
+    assert given == {"dp_shard_size": 4, "tp_size": 2, "cp_size": 2}
+    assert set(given) <= set(ParallelismConfig.__dataclass_fields__)
+
+
+def test_degrees_that_a_setting_does_not_say_are_named():
+    architecture, setup, _ = options("jax", pipeline_parallel=2, accumulation=4, tensor_parallel=2)
+    found = {s.system: s for s in emit(Estimator(architecture), setup, 1 << 40, ("all",))}
+    notes = {name: next((n for n in s.notes if "set elsewhere" in n), "") for name, s in found.items()}
+    assert "tensor_parallel 2, pipeline_parallel 2" in notes["transformers"]
+    assert notes["accelerate"].endswith("pipeline_parallel 2")
+    assert notes["megatron"] == notes["torchtitan"] == ""
+
+
+def test_torchtitan_writes_python():
+    architecture, setup, found = options("torchtitan", tensor_parallel=2)
+    texts = [SYSTEMS["torchtitan"].write(option, architecture, setup) for option in found]
+    for text in texts:
+        lines = [line for line in text.splitlines() if not line.startswith("from ")]
+        compile("dict(" + "\n".join(lines) + "\n)", "setting", "eval")
+        assert "tensor_parallel_degree=2" in text
+    assert [("FullAC" in t, "SelectiveAC" in t) for t in texts] == [(False, False), (True, False), (False, True)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jax_knows_the_names():
+    """Where it is installed: the policies exist."""
+    jax = pytest.importorskip("jax")
+    for option in options("jax")[2]:
+        assert hasattr(jax.checkpoint_policies, option.values["policy"])
+
+
 def test_deepspeed_writes_json():
     _, setup, found = options("deepspeed", data_parallel=8, zero=3, offload="optimizer,parameters")
     known = {
@@ -219,4 +259,5 @@ def test_keras_names_existing_layers():
     architecture, setup, found = options("keras")
     for option, system in product(found, (SYSTEMS["keras"],)):
         text = system.write(option, architecture, setup)
-        compile(text.replace("outputs = model(inputs)", "pass"), "setting", "exec")
+        compile(text, "setting", "exec")
+        assert option.values["mode"] is None or "RematScope" in text

@@ -52,7 +52,9 @@ def peak_bytes(case):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters(name):
     case = make(name, meta=True)
-    assert keepwise.estimate(**case.estimate).num_parameters == sum(p.numel() for p in case.model.parameters())
+    answer = keepwise.estimate(**case.estimate)
+    assert answer.num_parameters == sum(p.numel() for p in case.model.parameters())
+    assert answer.num_trained == sum(p.numel() for p in case.model.parameters() if p.requires_grad)
 
 
 # T5's position biases and Whisper's encoder output are held by Python, not saved: the estimate counts them all the same.
@@ -107,6 +109,26 @@ def test_the_square_of_the_sequence():
 )
 def test_peak(name, checkpointing):
     case = make(name, sequence=64, batch=4)
+    if checkpointing == "full":
+        enable = getattr(case.model, "activation_checkpointing_enable", case.model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    answer = keepwise.estimate(**case.estimate, checkpointing=checkpointing)
+    assert answer.activation_bytes == pytest.approx(peak_bytes(case), rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("name", "mode", "attention"),
+    [
+        ("llama", "autocast", "sdpa"),  # narrow weights stay in autocast's cache until forward ends
+        ("bert", "autocast", "sdpa"),  # and the hidden states in the model's variables
+        ("llama", "fp32", "eager"),  # checkpoints hold the mask
+        ("gemma2", "fp32", "eager"),  # both of them
+        ("mistral-window", "fp32", "sdpa"),
+    ],
+)
+def test_peak_in_other_modes(name, mode, attention, checkpointing):
+    case = make(name, mode, attention=attention, sequence=64, batch=4)
     if checkpointing == "full":
         enable = getattr(case.model, "activation_checkpointing_enable", case.model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})

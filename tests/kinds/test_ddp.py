@@ -137,3 +137,48 @@ def test_sharded_parameters_get_one_clear_error_or_work() -> None:
     model: Any = fully_shard(Stack())
     with pytest.raises(keepwise.KeepwiseError, match=r"FSDP|DTensor|shard"):
         keepwise.fit(model, (torch.randn(4, 8),), loss=mean_square, budget="max")
+
+
+def _tensor_parallel() -> tuple[nn.Module, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"blocks.1.up": ColwiseParallel(), "blocks.1.down": RowwiseParallel()}
+    return parallelize_module(Stack(), init_device_mesh("cpu", (1,)), styles), torch.randn(4, 8)
+
+
+def _replicated(place: str) -> tuple[nn.Module, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    whole = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Replicate()])
+    model = Stack()
+    if place == "buffer":
+        model.register_buffer("table", whole)
+    return model, whole if place == "batch" else torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "buffer", "batch"])
+def test_distributed_tensors_get_one_clear_error(kind: str) -> None:
+    one_process_group()
+    seed_all(1)
+    model, x = _tensor_parallel() if kind == "tensor parallel" else _replicated(kind)
+    before = {n: id(p) for n, p in model.named_parameters()}
+    with pytest.raises(keepwise.KeepwiseError, match="DTensor"):
+        keepwise.fit(model, (x,), loss=mean_square, budget="max")
+    assert before == {n: id(p) for n, p in model.named_parameters()}
+
+
+def test_a_planned_model_that_is_sharded_says_so_before_the_step() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    one_process_group()
+    seed_all(1)
+    model = Stack()
+    x = torch.randn(4, 8)
+    plan = keepwise.fit(model, (x,), loss=mean_square, **options("everything"))
+    fully_shard(model.blocks[1])
+    with pytest.raises(keepwise.PlanMismatch, match=r"plan\.remove\(\)"):
+        model(x)
+    plan.remove()
+    mean_square(model(x)).backward()

@@ -77,6 +77,30 @@ def test_pickling_gives_a_plain_model(at_work: Any) -> None:
     same(_plain(), outcome(model, x))
 
 
+def test_a_copy_of_a_plan_is_the_same_decision_applied_to_nothing(at_work: Any) -> None:
+    model, x, plan = at_work
+    stream = io.BytesIO()
+    torch.save(plan, stream)
+    stream.seek(0)
+    for twin in (
+        pickle.loads(pickle.dumps(plan)),
+        copy.deepcopy(plan),
+        copy.copy(plan),
+        torch.load(stream, weights_only=False),
+    ):
+        assert str(twin) == str(plan)
+        assert twin.decisions == plan.decisions
+        assert twin.proof == plan.proof
+        with pytest.raises(keepwise.KeepwiseError, match="already"):
+            twin.apply(model)
+        other, _ = built()
+        twin.apply(other)
+        same(_plain(), outcome(other, x))
+        assert twin.stats.num_dropped
+        twin.remove()
+    same(_plain(), outcome(model, x))
+
+
 def test_torch_save_and_load_of_model_and_state(at_work: Any) -> None:
     model, x, _ = at_work
     file = io.BytesIO()

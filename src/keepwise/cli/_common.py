@@ -25,24 +25,15 @@ import click
 from rich.console import Console
 
 from keepwise._errors import InfeasibleBudget, KeepwiseError, MismatchError, PlanMismatch, UsageError
+from keepwise._rank import rank
 from keepwise.cli._failures import in_options, is_ours, place_in_user_code
 from keepwise.cli._progress import Progress
 from keepwise.targets.target import TargetFailed
 
 DONE, NO, WRONG_USE, TARGET_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
-_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _WIDTH = 110
 """Columns where the output is no terminal and `COLUMNS` says nothing."""
-
-
-def rank() -> int:
-    """Rank of this process among those of a launcher; 0 without one."""
-    for name in _RANK_VARIABLES:
-        value = os.environ.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return 0
 
 
 @dataclass(slots=True)

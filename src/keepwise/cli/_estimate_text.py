@@ -118,13 +118,17 @@ def _traffic(answer: Estimate) -> str:
 def _choices(choices: Sequence[Choice], budget: int) -> str:
     if not choices:
         return ""
-    lines = [f"checkpointing side by side, for {format_bytes(budget)}"]
+    sends = any(choice.sent_bytes for choice in choices)
+    head = f"{'checkpointing side by side':<28}{'peak':>10}{'operations':>13}{'time':>9}"
+    if sends:
+        head += f"{'sent a step':>15}{'of it again':>14}"
+    lines = [f"{head}  for {format_bytes(budget)}"]
     for choice in choices:
         name = choice.changes[0].removeprefix("checkpointing ")
-        fits = "fits" if choice.fits else ""
-        lines.append(
-            f"  {name:<24}{format_bytes(choice.peak_bytes).rjust(12)}{choice.time_overhead:>+9.1%} time  {fits}".rstrip()
-        )
+        line = f"  {name:<24}{format_bytes(choice.peak_bytes).rjust(12)}{choice.recompute_overhead:>+13.1%}{choice.time_overhead:>+9.1%}"
+        if sends:
+            line += f"{format_bytes(choice.sent_bytes).rjust(15)}{format_bytes(choice.sent_again_bytes).rjust(14)}"
+        lines.append(f"{line}  {'fits' if choice.fits else ''}".rstrip())
     return "\n".join(lines)
 
 

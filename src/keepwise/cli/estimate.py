@@ -167,10 +167,8 @@ def _answer(options: dict[str, Any]) -> bool | None:
         extra = {
             "largest_batch": largest_batch(estimator, setup, budget),
             "longest_sequence": longest_sequence(estimator, setup, budget),
-            "cheapest": None if found is None else {
-                "changes": list(found.changes), "peak_bytes": found.peak_bytes, "step_seconds": found.step_seconds,
-            },
-        }  # fmt: skip
+            "cheapest": None if found is None else _choice_dict(found),
+        }
         settings = []
         if systems:
             from keepwise.estimator.emit import emit
@@ -222,5 +220,8 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
         "peak_bytes": choice.peak_bytes,
         "step_seconds": choice.step_seconds,
         "time_overhead": choice.time_overhead,
+        "recompute_overhead": choice.recompute_overhead,
+        "sent_bytes": choice.sent_bytes,
+        "sent_again_bytes": choice.sent_again_bytes,
         "fits": choice.fits,
     }

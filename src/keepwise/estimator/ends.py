@@ -44,7 +44,8 @@ def prelude_graph(architecture: Architecture, stack: Stack, context: Context, *,
     else:
         x = _audio(b, stack, width)
     if stack.positions:
-        b.parameter("embeddings.positions", stack.positions, width, role="table")
+        fixed = not stack.trained_positions
+        b.parameter("embeddings.positions", stack.positions, width, role="table", fixed=fixed)
     if stack.token_types:
         b.parameter("embeddings.types", stack.token_types, width, role="table")
     if stack.embedding_norm:

@@ -147,8 +147,12 @@ class Builder:
         split: Literal["whole", "tensor", "kv", "expert"] = "whole",
         role: Literal["matrix", "vector", "table"] = "vector",
         adapter: bool = False,
+        fixed: bool = False,
     ) -> None:
-        """Add parameters; base ones are frozen under LoRA, and matrices of a quantised base are stored in few bits."""
+        """Add parameters; base ones are frozen under LoRA, and matrices of a quantised base are stored in few bits.
+
+        `fixed` ones are never trained.
+        """
         self.graph.parameters.append(
             Parameter(
                 name=name,
@@ -158,7 +162,7 @@ class Builder:
                 divisor=self._weight_divisor(split),
                 expert=split == "expert",
                 adapter=adapter,
-                trained=adapter or self.context.train_base,
+                trained=adapter or (self.context.train_base and not fixed),
                 role=role,
                 quantised=self.context.quantised and role == "matrix" and not adapter,
             )

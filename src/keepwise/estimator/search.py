@@ -11,6 +11,7 @@ from keepwise.estimator.answer import Estimate
 from keepwise.estimator.compute import Estimator
 from keepwise.estimator.policy import Policy, parse_policy
 from keepwise.estimator.setup import Setup
+from keepwise.estimator.traffic import AGAIN
 
 _MOST_BATCH = 1 << 16
 _MOST_TOKENS = 1 << 24
@@ -29,6 +30,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """seconds a step by the roofline."""
     time_overhead: float
     """seconds that recomputation adds, as a share of a step without it."""
+    recompute_overhead: float
+    """operations that run again, as a share of a step without recomputation."""
+    sent_bytes: float
+    """bytes that one device sends a step, to other devices and to the host and back."""
+    sent_again_bytes: float
+    """of them, those of collectives that recomputation repeats."""
     fits: bool
     """whether the peak is at or under the bytes asked for."""
 
@@ -173,5 +180,8 @@ def _choice(changes: tuple[str, ...], answer: Estimate, budget: int) -> Choice:
         peak_bytes=answer.peak_bytes,
         step_seconds=answer.step_seconds,
         time_overhead=answer.time_overhead,
+        recompute_overhead=answer.recompute_overhead,
+        sent_bytes=sum(t.num_bytes for t in answer.traffic),
+        sent_again_bytes=sum(t.num_bytes for t in answer.traffic if t.reason.endswith(AGAIN)),
         fits=answer.peak_bytes <= budget,
     )

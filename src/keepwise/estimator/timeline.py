@@ -169,7 +169,7 @@ def timeline(entries: Sequence[Entry], setup: Setup, base: States, in_flight: fl
             )
             note(
                 f"backward of {piece.kind if piece.kind != 'block' else 'a block'}",
-                later, before + kept_here, max(0, rebuilt), output, 
+                later, before + kept_here, max(0, rebuilt), output,
                 t.backward_peak - t.saved_in_peak + memory + (waiting if number >= owner else 0),
             )  # fmt: skip
         before, cached = before + bytes_, cached + t.cached_bytes

@@ -12,6 +12,9 @@ from keepwise.estimator.setup import Setup
 from keepwise.estimator.states import States
 from keepwise.estimator.timeline import Entry
 
+AGAIN = ", again for recomputation"
+"""How the reason of repeated collectives ends."""
+
 _GROUPS = {"tensor": "tensor parallel", "expert": "expert parallel", "context": "context parallel"}
 
 
@@ -24,7 +27,7 @@ def traffic(entries: Sequence[Entry], setup: Setup, base: States, kept_bytes: in
             for c in piece.graph.collectives:
                 passes.setdefault(f"{_GROUPS[c.group]}, {c.phase}", []).append(c)
         for c in entry.treatment.rebuilt_collectives:
-            passes.setdefault(f"{_GROUPS[c.group]}, again for recomputation", []).append(c)
+            passes.setdefault(f"{_GROUPS[c.group]}{AGAIN}", []).append(c)
     result = [
         Traffic(
             reason=reason,

@@ -103,7 +103,8 @@ def segment(graphs: list[Graph], walks: list[Walk], cost: Cost) -> Treatment:
         + max(walks[-1].backward_peak, walks[-1].forward_peak + walks[-1].first_gradients),
         saved_in_peak=beside + earlier + walks[-1].backward_saved,
         forward_peak=max(
-            walk.forward_peak + before for walk, before in zip(walks, itertools.accumulate(casts, initial=0), strict=False)
+            walk.forward_peak + before
+            for walk, before in zip(walks, itertools.accumulate(casts, initial=0), strict=False)
         ),
         cached_bytes=sum(casts),
         rebuilt_flops=last.rebuilt_flops + sum(a[0] for a in again),

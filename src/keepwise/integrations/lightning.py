@@ -24,6 +24,7 @@ from torch import nn
 
 import keepwise
 from keepwise._errors import UsageError
+from keepwise._rank import silence
 
 try:
     import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
@@ -115,7 +116,8 @@ class KeepwiseCallback(lightning.Callback):
         pin: Mapping[str, str] | None = options.pop("pin", None)
         if pin is not None:
             options["pin"] = {f"module.{pattern}": decision for pattern, decision in pin.items()}
-        self.plan = keepwise.fit(step, args, kwargs, budget=self.budget, **options)
+        with silence():  # Lightning's own logger is told.
+            self.plan = keepwise.fit(step, args, kwargs, budget=self.budget, **options)
         if trainer.is_global_zero:
             rank_zero_info(str(self.plan))
 

@@ -14,8 +14,8 @@ Notes:
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from torch import nn
 
 import keepwise
 from keepwise._errors import UsageError
+from keepwise._rank import logger, silence
 
 try:
     from transformers import TrainerCallback
@@ -39,8 +40,6 @@ MAX_REPLANS = 3
 
 DIFFERENT = 0.05
 """Share of the bytes to be dropped that had to be kept, above which a step is called different."""
-
-logger = logging.getLogger("keepwise")
 
 
 class KeepwiseCallback(TrainerCallback):
@@ -75,6 +74,7 @@ class KeepwiseCallback(TrainerCallback):
         """How often a step differed so much that the next batch was planned anew."""
         self._waiting: _FirstForward | None = None
         self._defaults: dict[str, Any] = {}
+        self._speaks = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first batch (notes 1, 2)."""
@@ -82,7 +82,7 @@ class KeepwiseCallback(TrainerCallback):
         self.plan, self.num_replans = None, 0
         if os.environ.get("KEEPWISE") == "0":
             return
-        speaks = bool(state.is_world_process_zero)
+        self._speaks = speaks = bool(state.is_world_process_zero)
         if not speaks:
             warnings.filterwarnings("ignore", message="keepwise: ", category=UserWarning)
         if getattr(args, "torch_compile", False):
@@ -119,9 +119,8 @@ class KeepwiseCallback(TrainerCallback):
         ):  # A relative budget keeps its meaning, and training goes on whatever the next batch needs.
             budget = self.plan.budget_bytes or budget
             options["on_infeasible"] = "floor"
-        self.plan = keepwise.fit(model, args, kwargs, budget=budget, **options)
-        if options["progress"] is not None:
-            logger.info("%s", self.plan)
+        with contextlib.nullcontext() if self._speaks else silence():
+            self.plan = keepwise.fit(model, args, kwargs, budget=budget, **options)
 
     def _check(self, model: nn.Module) -> None:
         if self.plan is None or self._waiting is not None or self.num_replans == MAX_REPLANS:

@@ -188,6 +188,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Measured duration of the whole plain step."""
     outside_bytes: int = 0
     """Bytes that exist throughout the step on its device and belong to no listed storage (optimizer state, gradients held)."""
+    in_flight: int = 1
+    """Micro-batches whose forward runs before the first backward (a pipeline's stage): what one forward leaves for its backward
+    is there `in_flight - 1` times more, throughout the step."""
     notes: tuple[str, ...] = ()
     """What the trace wants a user to know, one sentence each."""
 

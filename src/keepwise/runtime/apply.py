@@ -10,6 +10,8 @@ Notes:
    mode that was not there before is audited.
 5. The generated subclass must not be seen by the user's `__init_subclass__` (registries, required arguments): it is made over
    `nn.Module` and given its base afterwards.
+6. Sharding a planned model (FSDP2, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
+   needs it. That is refused before the step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from keepwise._errors import KeepwiseError
+from keepwise._errors import KeepwiseError, PlanMismatch
 from keepwise._units import show_bytes
 from keepwise._warn import warn
 from keepwise.runtime.guard import Guard
@@ -39,6 +41,7 @@ KEPT_SHARE = 0.05
 _NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_MODULES: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 _PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
@@ -135,9 +138,15 @@ class Runner:
         )
 
     def forward(self, model: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run the user's forward."""
+        """Run the user's forward.
+
+        Raises:
+            PlanMismatch: parameters were sharded since (note 6).
+        """
         if not self.is_active():
             return call(*args, **kwargs)
+        if model is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            refuse_sharded(model)
         guard = getattr(self.local, "guard", None)
         if guard is not None:  # inside `with plan:`
             if self.restarts:
@@ -156,6 +165,29 @@ class Runner:
         stats = watching.stats
         stats.over_budget |= chooser.learn(key, stats.saved_bytes, stats.deviation_bytes) or over
         return result
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Note 6.
+
+    Raises:
+        PlanMismatch: a parameter is sharded.
+    """
+    for module in _with_parameters(model):
+        for name, p in module._parameters.items():
+            if p is not None and type(p) is not nn.Parameter and type(p).__name__ == "DTensor":
+                raise PlanMismatch(
+                    f"parameter {name} of a {type(module).__name__} was sharded after the plan was applied (FSDP2 or tensor parallel), "
+                    "which is not supported yet; call plan.remove() before sharding"
+                )
+
+
+def _with_parameters(model: nn.Module) -> list[nn.Module]:
+    """Modules that have parameters of their own; looked up once."""
+    found = _MODULES.get(model)
+    if found is None:
+        found = _MODULES[model] = [weakref.ref(m) for m in model.modules() if m._parameters]
+    return [m for ref in found if (m := ref()) is not None]
 
 
 def namer_of(model: nn.Module | None) -> Any:
@@ -252,6 +284,7 @@ def attach(model: nn.Module, runner: Runner) -> None:
     else:
         model.__class__ = _subclass(type(model))
     _RUNNERS[model] = runner
+    _MODULES.pop(model, None)
 
 
 def detach(model: nn.Module) -> None:

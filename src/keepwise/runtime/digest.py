@@ -31,8 +31,12 @@ def digest(t: Tensor) -> int:
 
 def bytes_of(t: Tensor) -> Tensor:
     """The bytes of a strided tensor in index order, as one row."""
-    t = t.contiguous()
-    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)  # a tensor of one element may have any stride
+    if t._is_zerotensor():  # type: ignore[operator] - zeros without memory
+        t = t.clone()
+    flat = t.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # a row of one element may have any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def strong_digest(t: Tensor) -> int:

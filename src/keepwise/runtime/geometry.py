@@ -51,7 +51,7 @@ def span(t: Tensor) -> int:
 def copy_whole(t: Tensor) -> Tensor:
     """A copy on a storage of its own with the same strides, also where they overlap or leave gaps; no mode sees it."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        if t.is_contiguous() and not t.is_conj() and not t.is_neg():
+        if (t.is_contiguous() and not t.is_conj() and not t.is_neg()) or t._is_zerotensor():  # type: ignore[operator]
             return t.detach().clone()
         size = span(t)
         room = torch.empty(size, dtype=t.dtype, device=t.device)

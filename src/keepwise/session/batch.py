@@ -107,8 +107,10 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
             raise UsageError(
                 f"parameter {name} is sharded (DTensor: FSDP2 or tensor parallel), which is not supported yet; plan the unsharded model"
             )
-    if not devices:
-        for name, b in model.named_buffers():
+    for name, b in model.named_buffers():
+        if type(b).__name__ == "DTensor":
+            raise UsageError(f"buffer {name} is a DTensor, which is not supported yet; plan the unsharded model")
+        if not devices:
             devices.setdefault(b.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{device} ({name})" for device, name in devices.items())
@@ -118,6 +120,10 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
         raise UsageError("the model lies on the meta device; move it to a real one (model.to_empty) before planning")
     if batch is not None:
         for where, t in _tensors(batch):
+            if type(t).__name__ == "DTensor":
+                raise UsageError(
+                    f"{where} is a DTensor, which is not supported yet; plan the unsharded model on local tensors"
+                )
             if t.device != device and t.dim() > 0:
                 raise UsageError(
                     f"{where} is on {t.device}, the model on {device}; move the batch with .to('{device}')"

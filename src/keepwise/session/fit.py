@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from keepwise._errors import KeepwiseError, UsageError
+from keepwise._rank import logger, rank
 from keepwise._units import show_bytes
 from keepwise.ir import Phase, Schedule, Step
 from keepwise.proof.proof import proof_of_one
@@ -35,7 +36,7 @@ from keepwise.session.ladder import Ladder
 from keepwise.session.pins import apply_pins, check_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_step
-from keepwise.session.sizes import Key, key_of, shapes_in_words
+from keepwise.session.sizes import Key, key_of, shapes_in_words, structure
 from keepwise.session.status import Status
 from keepwise.session.step_facts import notes_of, only_inside_forward
 from keepwise.session.steppers import Steppers
@@ -101,7 +102,7 @@ def fit(
         progress: told what happens, a short sentence at a time.
 
     Returns:
-        The plan, applied to the model.
+        The plan, applied to the model; it is also logged at INFO by the logger `keepwise`.
 
     Raises:
         UsageError: a bad argument; nothing was changed.
@@ -156,7 +157,7 @@ def fit(
             found = store.find(model, key)
             if found is not None:
                 say("reusing a cached plan")
-                return found.apply(model)
+                return _told(found.apply(model))
         say("recording two steps")
 
         def tracing(admission: Admission | None = None) -> Traced:
@@ -223,6 +224,7 @@ def fit(
         want_floor = isinstance(budget, str) and budget.strip().lower() == "min"
         attempt = 0
         packs = True
+        strays: dict[tuple[str, ...], Batch] = {}
         while True:
             planned_step, planned = plan_step(
                 recorded,
@@ -281,7 +283,10 @@ def fit(
                     bad |= more
                     if found:
                         return _inert(model, _unexplained(found))
-                    if note and note not in notes:
+                    kind = structure(key_of(other.args, other.kwargs))
+                    if note and kind != structure(shapes[0]):
+                        strays.setdefault(kind, other)
+                    elif note and note not in notes:
                         notes.append(note)
                 if not bad:
                     chooser = plan.runner.chooser
@@ -313,9 +318,41 @@ def fit(
         raise
     finally:
         afterwards.close()
+    if strays:
+        try:
+            variants = [
+                fit(
+                    model,
+                    other.args,
+                    other.kwargs,
+                    budget=budget if limit is None or want_floor else limit,
+                    loss=loss,
+                    optimizer=made_optimizer,
+                    grads=grads,
+                    planner=planner,
+                    pin=pin,
+                    on_infeasible=on_infeasible,
+                    progress=progress,
+                )
+                for other in strays.values()
+            ]
+        except BaseException:
+            if previous is not None:
+                detach(model)
+                attach(model, previous)
+            raise
+        plan = _with_variants(plan, variants)
+        detach(model)
     plan.apply(model)
     if store is not None:
         store.add(plan, key)
+    return _told(plan)
+
+
+def _told(plan: Plan) -> Plan:
+    """The plan, after it was logged, by the first process only."""
+    if rank() == 0:
+        logger.info("%s", plan)
     return plan
 
 
@@ -374,6 +411,17 @@ def _prove_other(
     return difference, outcome.bad_storages, note
 
 
+def _with_variants(plan: Plan, variants: list[Plan]) -> Plan:
+    """The plan with those of other structures beside it."""
+    notes = [
+        f"batches of {', '.join(v.shapes)} take another path and have a plan of their own: {v.summary()}" for v in variants
+    ]
+    document = msgspec.structs.replace(
+        plan.document, variants=tuple(v.document for v in variants), notes=(*plan.notes, *notes)
+    )
+    return Plan(document, plan.proof)
+
+
 def _unexplained(difference: str) -> str:
     return f"under the plan {difference} from the plain step although every replay is right: nothing is dropped. Please report this model"
 
@@ -422,7 +470,7 @@ def _document(
 
 def _inert(model: nn.Module, why: str) -> Plan:
     """A plan that changes nothing."""
-    return Plan(
+    plan = Plan(
         PlanDocument(
             fingerprint=fingerprint(model),
             step=Step(),
@@ -439,3 +487,4 @@ def _inert(model: nn.Module, why: str) -> Plan:
             notes=(why,),
         )
     )
+    return _told(plan)

@@ -53,6 +53,10 @@ class Plan:
                 document.batch_scales,
             )
 
+    def __reduce__(self) -> Any:
+        """A copy, by pickle or `copy`, is the decision alone: it is applied to nothing and has no statistics."""
+        return type(self), (self.document, self.proof)
+
     # What was planned.
 
     @property

@@ -9,6 +9,9 @@ Conventions (the rules of `ir.schedule`, made exact).
 4. A packed storage is charged in full until `held_until`, then at its packed size (one bit an element for bool, else in full),
    and in full again while a node reads it. An offloaded one likewise, with a packed size of 0.
 
+5. With `Step.in_flight` micro-batches, what one forward leaves for its backward under the schedule (storages born before the first
+   op of backward that live on, copies, generator states, packed forms) is charged `in_flight - 1` times more at every moment.
+
 Linear in ops, storages, saves and replayed ops, apart from sorting.
 """
 
@@ -60,7 +63,8 @@ class _Machine:
         ends = self._ends()
         self._charge_windows()
         self._charge_packed()
-        live, before = self._live(ends)
+        others = self._others(ends)
+        live, before = self._live(ends, others)
         traces = self._traces(before)
         highest = np.zeros(len(self.step.ops), dtype=np.int64)
         for trace in traces:
@@ -84,6 +88,7 @@ class _Machine:
             packed_bytes=sum(bytes_of[s] for s in self.schedule.packed),
             offloaded_bytes=sum(bytes_of[s] for s in self.schedule.offloaded),
             static_bytes=sum(bytes_of[s] for s in leaves) + self.step.outside_bytes,
+            others_bytes=others,
             served=self.served,
         )
 
@@ -198,7 +203,17 @@ class _Machine:
 
     # ------------------------------------------------------------------ sums
 
-    def _live(self, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _others(self, ends: np.ndarray) -> int:
+        """Bytes of the other micro-batches in flight (convention 5)."""
+        split = self.step.span("backward").start
+        if self.step.in_flight < 2 or not split:
+            return 0
+        left = (self.index.births >= 0) & (self.index.births < split) & (ends >= split)
+        aside = (LiveKind.COPY, LiveKind.RNG, LiveKind.PACKED)
+        charges = sum(c.live.nbytes for c in self.charges if c.live.kind in aside and c.first < split <= c.last)
+        return (self.step.in_flight - 1) * (int(self.index.charges[left].sum()) + charges)
+
+    def _live(self, ends: np.ndarray, others: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes while each op runs, and bytes of the step's own storages just before each op."""
         n = len(self.step.ops)
         steps = np.zeros(n + 1, dtype=np.int64)
@@ -206,7 +221,7 @@ class _Machine:
         alive = (ends >= births) & (births < max(n, 1))
         np.add.at(steps, births[alive], self.index.charges[alive])
         np.add.at(steps, np.minimum(ends[alive] + 1, n), -self.index.charges[alive])
-        own = np.cumsum(steps)[:n] + self.step.outside_bytes
+        own = np.cumsum(steps)[:n] + self.step.outside_bytes + others
         born = np.zeros(n + 1, dtype=np.int64)
         fresh = alive & (self.index.births >= 0)
         np.add.at(born, births[fresh], self.index.charges[fresh])

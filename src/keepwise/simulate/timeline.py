@@ -35,6 +35,8 @@ class LiveKind(StrEnum):
     """The full form of a packed or offloaded storage, while a node reads it."""
     WORKSPACE = "workspace"
     OUTSIDE = "outside"
+    IN_FLIGHT = "in flight"
+    """What the forward passes of other micro-batches left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Live:
 
     kind: LiveKind
     id: int
-    """Storage; for `COPY` the value, for `RNG` and `WORKSPACE` the op, for `OUTSIDE` -1."""
+    """Storage; for `COPY` the value, for `RNG` and `WORKSPACE` the op, for `OUTSIDE` and `IN_FLIGHT` -1."""
     nbytes: int
     category: str
     """Category of the storage; for what is no storage, the kind."""
@@ -126,6 +128,8 @@ class Timeline:
     offloaded_bytes: int
     static_bytes: int
     """Bytes that exist throughout the step, whatever is planned: leaves and what is outside."""
+    others_bytes: int
+    """Bytes of other micro-batches in flight, at every moment."""
     served: dict[tuple[int, int], int]
     """(save, position of the read in its `reads`) -> window that serves it, for every read of a dropped save."""
 
@@ -207,7 +211,10 @@ class Timeline:
         return dict(sorted(table.items(), key=lambda item: -item[1]))
 
     def _outside(self) -> list[Live]:
-        return [Live(kind=LiveKind.OUTSIDE, id=-1, nbytes=self.step.outside_bytes, category=LiveKind.OUTSIDE)]
+        return [
+            Live(kind=LiveKind.OUTSIDE, id=-1, nbytes=self.step.outside_bytes, category=LiveKind.OUTSIDE),
+            Live(kind=LiveKind.IN_FLIGHT, id=-1, nbytes=self.others_bytes, category=LiveKind.IN_FLIGHT),
+        ]
 
     def _storages(self, mask: np.ndarray) -> list[Live]:
         return [

@@ -30,6 +30,7 @@ def can_spill(t: Tensor) -> bool:
         and not t.is_quantized
         and not t.is_conj()
         and not t.is_neg()
+        and not t._is_zerotensor()  # type: ignore[operator] - zeros without memory, as derivatives make them
         and type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and t.device.type != "meta"
     )

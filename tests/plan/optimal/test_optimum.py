@@ -28,7 +28,7 @@ def revolve_forwards(n: int, snapshots: int) -> int:
     return advanced - (n - 1)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 17, 23, 30])
+@pytest.mark.parametrize("n", range(2, 31))
 def test_uniform_chain_is_binomial_for_every_number_of_slots(n: int) -> None:
     step = chain(n)
     floor = plan_floor(step).floor_bytes

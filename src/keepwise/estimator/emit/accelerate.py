@@ -35,6 +35,11 @@ def _write(option: Option, architecture: Architecture, setup: Setup) -> str:
         f"  fsdp_offload_params: {str('parameters' in setup.offload).lower()}",
     ]
     lines += [f"  {name}: {str(value).lower()}" for name, value in option.values.items()]
+    sizes = {"tp_size": setup.tensor_parallel, "cp_size": setup.context_parallel}
+    if any(size > 1 for size in sizes.values()):
+        sizes = {"dp_shard_size" if setup.zero else "dp_replicate_size": setup.data_parallel, **sizes}
+        lines.append("parallelism_config:")
+        lines += [f"  parallelism_config_{name}: {size}" for name, size in sizes.items() if size > 1]
     return "\n".join(lines)
 
 
@@ -43,5 +48,6 @@ SYSTEM = System(
     options=_options,
     write=_write,
     limits=("every wrapped layer or none: no number of layers, no choice of tensors",),
+    unwritten=("pipeline_parallel", "expert_parallel"),
     checked="accelerate 1.15",
 )

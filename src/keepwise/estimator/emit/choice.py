@@ -18,6 +18,11 @@ from keepwise.estimator.units import format_bytes
 _TOLERANCE = 0.005  # smaller differences in peak or time are not worth a line
 
 
+_NEUTRAL = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "zero": 0}
+PARALLEL = tuple(_NEUTRAL)
+"""What `System.unwritten` may name."""
+
+
 class Option(msgspec.Struct, frozen=True, kw_only=True):
     """One thing a system can be told."""
 
@@ -42,6 +47,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """what it cannot express at all."""
     kernels: Kernels | None = None
     """kernels that it runs, where they are not those of the setup."""
+    unwritten: tuple[str, ...] = ()
+    """degrees of parallelism that have to be set elsewhere."""
     checked: str = ""
     """version whose sources the names were read from."""
     validate: Callable[[Option, Architecture, Setup], str] | None = None
@@ -91,6 +98,9 @@ def choose(name: str, system: System, estimator: Estimator, setup: Setup, budget
     notes: list[str] = []
     if system.kernels is not None and system.kernels != setup.kernels:
         notes.append(f"counted with {system.kernels} kernels")
+    elsewhere = [f"{name} {getattr(base, name)}" for name in system.unwritten if getattr(base, name) > _NEUTRAL[name]]
+    if elsewhere:
+        notes.append(f"to be set elsewhere, where the system has it: {', '.join(elsewhere)}")
     if system.checked:
         notes.append(f"names as in {system.checked}")
     if system.validate is not None:

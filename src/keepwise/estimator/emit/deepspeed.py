@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from keepwise.estimator.emit.choice import Option, System
+from keepwise.estimator.emit.choice import PARALLEL, Option, System
 from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
 
@@ -66,5 +66,6 @@ SYSTEM = System(
     limits=(
         "the section has an effect only where the model calls deepspeed.checkpointing.checkpoint; each such call is rebuilt whole",
     ),
+    unwritten=tuple(name for name in PARALLEL if name != "zero"),
     checked="DeepSpeed's configuration reference",
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepwise.estimator.emit.choice import Option, System, numbered
+from keepwise.estimator.emit.choice import PARALLEL, Option, System, numbered
 from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
 
@@ -63,5 +63,6 @@ SYSTEM = System(
     options=_options,
     write=_write,
     limits=("whole layers only: no choice of tensors inside a layer",),
+    unwritten=PARALLEL,
     checked="transformers 5.24",
 )

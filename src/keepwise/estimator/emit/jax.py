@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepwise.estimator.emit.choice import Option, System
+from keepwise.estimator.emit.choice import PARALLEL, Option, System
 from keepwise.estimator.emit.maxtext import POLICIES
 from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
@@ -40,5 +40,6 @@ SYSTEM = System(
     write=_write,
     limits=("one rule for all products of a block; XLA may fuse or rebuild further on its own",),
     kernels="fused",
-    checked="the reference of jax.checkpoint_policies",
+    unwritten=PARALLEL,
+    checked="jax 0.10.2",
 )

@@ -1,10 +1,12 @@
-"""Keras 3: `keras.RematScope` around the calls that build or run the layers."""
+"""Keras 3: `keras.RematScope` around the lines that make the layers, which remember it from then on."""
 
 from __future__ import annotations
 
-from keepwise.estimator.emit.choice import Option, System, numbered
+from keepwise.estimator.emit.choice import PARALLEL, Option, System, numbered
 from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
+
+_MAKE = "model = make_model()  # layers remember the scope in which they are made"
 
 
 def _options(architecture: Architecture, setup: Setup) -> list[Option]:
@@ -27,8 +29,10 @@ def _write(option: Option, architecture: Architecture, setup: Setup) -> str:
     if "layers" in option.values:
         count = option.values["layers"]
         names = f'[f"transformer_layer_{{i}}" for i in range({count})]'
-        return f'with keras.RematScope(mode="list_of_layers", layer_names={names}):\n    outputs = model(inputs)'
-    return f"with keras.RematScope(mode={mode!r}):\n    outputs = model(inputs)"
+        return f'with keras.RematScope(mode="list_of_layers", layer_names={names}):\n    {_MAKE}'
+    if mode is None:
+        return "model = make_model()  # outside of any keras.RematScope"
+    return f"with keras.RematScope(mode={mode!r}):\n    {_MAKE}"
 
 
 SYSTEM = System(
@@ -40,5 +44,6 @@ SYSTEM = System(
         "no offload",
     ),
     kernels="fused",
-    checked="Keras 3.15",
+    unwritten=PARALLEL,
+    checked="Keras 3.15.1",
 )

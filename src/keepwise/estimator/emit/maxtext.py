@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepwise.estimator.emit.choice import Option, System
+from keepwise.estimator.emit.choice import PARALLEL, Option, System
 from keepwise.estimator.setup import Setup
 from keepwise.estimator.spec import Architecture
 
@@ -48,5 +48,6 @@ SYSTEM = System(
         "named projections only, the same in every layer; the custom policy places each of them on device, host or nowhere by hand",
     ),
     kernels="fused",
+    unwritten=PARALLEL,
     checked="MaxText 0.2.5",
 )

@@ -147,6 +147,6 @@ SYSTEM = System(
     write=_write,
     limits=("whole modules, the same in each layer of a stage; the last layers of a `block` keep everything",),
     kernels="fused",
-    checked="megatron-core 0.16",
+    checked="megatron-core 0.16.1",
     validate=_validate,
 )

@@ -1,7 +1,8 @@
 """Configurations of the common Hugging Face families, as architectures.
 
 `read` takes the mapping of a `config.json`. Missing keys get the defaults of the family's configuration class, because files
-leave them out. A family that is not known but looks like a Llama is read as one, and the answer says so.
+leave them out. A family that is not known but looks like a Llama (with experts, or like a BERT) is read as one, and the answer
+says so.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ _READERS: dict[str, Callable[[Config], Architecture]] = {
 FAMILIES: tuple[str, ...] = tuple(sorted(_READERS))
 """Model types that are read exactly."""
 
+_ALIASES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Text parts of composite models that are another family by another name."""
+
+_ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
@@ -70,8 +81,11 @@ def read(config: Mapping[str, Any]) -> Architecture:
             )
             config = {**{k: v for k, v in config.items() if k == "tie_word_embeddings"}, **config[part]}
             break
-    model_type = config.get("model_type")
-    reader = _READERS.get(str(model_type))
+    model_type = str(config.get("model_type"))
+    if model_type in _ALIASES:
+        model_type = _ALIASES[model_type]
+        config = {**config, "model_type": model_type}
+    reader = _READERS.get(model_type)
     if reader is None:
         needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
         missing = [key for key in needed if key not in config]
@@ -80,8 +94,15 @@ def read(config: Mapping[str, Any]) -> Architecture:
                 f"model_type {model_type!r} is not known, and the configuration lacks {', '.join(missing)}, "
                 f"so that it cannot be read as a Llama; known: {', '.join(FAMILIES)}"
             )
-        notes.append(f"model_type {model_type!r} is not known: read as a Llama of the same sizes")
-        reader = decoders.llama_like
+        reader, words = decoders.llama_like, "a Llama"
+        if any(config.get(key) for key in mixtures.EXPERT_COUNTS):
+            reader, words = mixtures.like_llama, "a Llama with experts"
+        elif config.get("type_vocab_size"):
+            reader, words = encoders.bert, "a BERT"
+        notes.append(f"model_type {model_type!r} is not known: read as {words} of the same sizes")
+    others = sorted(set(config.get("layer_types") or ()) - set(_ATTENTION_KINDS))
+    if others or "mamba_d_state" in config:
+        notes.append(f"layers of type {', '.join(others) or 'mamba'} are counted as attention layers")
     return reader(Config(config, notes))
 
 

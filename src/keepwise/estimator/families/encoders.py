@@ -172,6 +172,7 @@ def whisper(config: Config) -> Architecture:
         fixed_length=frames,
         prelude="audio",
         positions=frames,
+        trained_positions=False,
         embedding_dropout=dropout,
         final_norm="layer",
         extra_parameters=(3 * mels + 1) * width + (3 * width + 1) * width,

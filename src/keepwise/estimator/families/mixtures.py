@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from keepwise.estimator.families.decoders import base_attention, decoder, four, language_head
+from keepwise.estimator.families.decoders import base_attention, decoder, four, language_head, llama_like
 from keepwise.estimator.families.reader import Config
 from keepwise.estimator.spec import Architecture, Attention, Block, Experts, Latent, Mlp
 
@@ -76,6 +76,51 @@ def qwen_moe(config: Config) -> Architecture:
         for layer in range(layers)
     )
     return decoder(config, blocks, width=width, vocab=vocab, head=language_head(config, vocab, tied=False))
+
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys under which configurations say how many experts there are."""
+
+
+def like_llama(config: Config) -> Architecture:
+    """A mixture that is not known by name: a Llama's attention, and experts under the keys that most families share.
+
+    Read are the number of experts and those a token visits, their inner width, shared experts, and which layers are dense.
+    """
+    base = llama_like(config)
+    stack = base.stacks[0]
+    inner = config.size("moe_intermediate_size", "intermediate_size")
+    plain = stack.blocks[0].feed_forward
+    assert isinstance(plain, Mlp)
+    dense = replace(plain, inner=config.size("intermediate_size_mlp", "intermediate_size"))
+    shared_inner = config.optional("shared_expert_intermediate_size", "shared_intermediate_size")
+    if shared_inner is None:
+        num_shared = config.optional("n_shared_experts", "num_shared_experts")
+        num_shared = num_shared or int(config.family.startswith("llama4"))  # one, which no key of theirs names
+        shared_inner = inner * num_shared or None
+    mixture = Experts(
+        num=config.size(*EXPERT_COUNTS),
+        active=config.size("num_experts_per_tok", "moe_top_k", "top_k", default=1),
+        expert=replace(plain, inner=inner, fused_gate=True),
+        shared=None if shared_inner is None else replace(plain, inner=shared_inner),
+        renormalised=config.flag("norm_topk_prob", default=True),
+    )
+    sparse = _sparse_layers(config, len(stack.blocks))
+    blocks = tuple(
+        replace(block, feed_forward=mixture if layer in sparse else dense) for layer, block in enumerate(stack.blocks)
+    )
+    return replace(base, stacks=(replace(stack, blocks=blocks),))
+
+
+def _sparse_layers(config: Config, layers: int) -> set[int]:
+    """The layers that are mixtures."""
+    listed = config.values.get("moe_layers")
+    if isinstance(listed, (list, tuple)):
+        return {int(layer) for layer in listed}
+    first = int(config.values.get("first_k_dense_replace") or 0)
+    step = config.size("expert_layer_period", "decoder_sparse_step", "interleave_moe_layer_step", default=1)
+    offset = int(config.values.get("expert_layer_offset", step - 1))
+    return {layer for layer in range(first, layers) if layer % step == offset % step}
 
 
 def olmoe(config: Config) -> Architecture:

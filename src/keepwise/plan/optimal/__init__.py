@@ -8,7 +8,16 @@ by search and completely), `model` (one step ready for planning), `chain` and `p
 
 from __future__ import annotations
 
+from keepwise.plan.optimal.overall import bound_over_all_schedules
 from keepwise.plan.optimal.result import OptimalResult, Status
 from keepwise.plan.optimal.solve import frontier, memory_price, plan_floor, plan_optimal
 
-__all__ = ["OptimalResult", "Status", "frontier", "memory_price", "plan_floor", "plan_optimal"]
+__all__ = [
+    "OptimalResult",
+    "Status",
+    "bound_over_all_schedules",
+    "frontier",
+    "memory_price",
+    "plan_floor",
+    "plan_optimal",
+]

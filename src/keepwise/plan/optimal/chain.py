@@ -195,7 +195,7 @@ class ChainProgram:
         self._highs: dict[int, list[int]] = {}
         self._fronts: dict[int, list[int]] = {}
         self._build_segments()
-        self.root = self._build_root()
+        self.root = self.build_root()
 
     def grains(self, num_bytes: int) -> int:
         """Bytes in grains."""
@@ -300,9 +300,16 @@ class ChainProgram:
         rise = self.links[k].level - self.links[t].level
         return self.grains(rise) if rise >= 0 else -((-rise) // self.grain if self.up else -(rise // self.grain))
 
-    def _build_root(self) -> list[Table]:
+    def build_root(self, reserve: int = 0) -> list[Table]:
+        """R[s] for all s and, at the end, where nothing is left to do.
+
+        Args:
+            reserve: grains that must be left when the first pass ends: it leaves at most the budget less these behind.
+        """
         count = len(self.links)
-        tables: list[Table] = [np.zeros(self.size)] * (count + 1)
+        end = np.zeros(self.size)
+        end[: max(reserve, 0)] = np.inf
+        tables: list[Table] = [end] * (count + 1)
         steps: list[_Steps] = [_Steps(tables[count])] * (count + 1)
         for s in range(count - 1, -1, -1):
             best = np.full(self.size, np.inf)
@@ -336,21 +343,22 @@ class ChainProgram:
 
     # From tables back to decisions.
 
-    def plan(self, m: int) -> Pass:
-        """The pass that reaches `root[0][m]`, which must be finite."""
+    def plan(self, m: int, root: Sequence[Table] | None = None) -> Pass:
+        """The pass that reaches `root[0][m]`, which must be finite; `root` is that of all budgets unless given."""
+        root = root or self.root
         entries: list[StageEntry | SegmentEntry] = []
         s = 0
         count = len(self.links)
         while s < count:
             here = self.links[s]
-            value = float(self.root[s][m])
+            value = float(root[s][m])
             held = self._left(s, s + 1)
             chosen: tuple[float, int, StageEntry | SegmentEntry, int] | None = None
             for number, option in enumerate(here.options):
                 rest = m - held - self.grains(option.held_bytes)
                 if rest < 0 or self._need(s, number) > m:
                     continue
-                total = option.seconds + float(self.root[s + 1][rest])
+                total = option.seconds + float(root[s + 1][rest])
                 if total <= value + _TINY * (1.0 + value) and (chosen is None or option.peak_bytes < chosen[0]):
                     chosen = (option.peak_bytes, s + 1, StageEntry(stage=s, option=option), rest)
             if chosen is None:
@@ -363,7 +371,7 @@ class ChainProgram:
                     relative = m - self._absolute(k - 1)
                     if rest < 0 or room > m or relative < 0:
                         continue
-                    if inner.at(relative) + float(self.root[k][rest]) <= value + _TINY * (1.0 + value):
+                    if inner.at(relative) + float(root[k][rest]) <= value + _TINY * (1.0 + value):
                         relative = min(relative, self.size - 1)
                         segment = SegmentEntry(first=s, last=k - 1, inner=self._plan_segment(s, k - 1, relative))
                         chosen = (0.0, k, segment, rest)

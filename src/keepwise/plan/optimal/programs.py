@@ -62,3 +62,20 @@ class Programs:
         if m < 0 or not np.isfinite(self.table[m]):
             return None
         return [c.plan(m) for c in self.chains]
+
+    # Plans that leave little behind, for micro-batches in flight.
+
+    def leaving(self, budget_bytes: int, left_bytes: int) -> tuple[float, list[list[Table]]]:
+        """Least added seconds at a budget where each forward pass leaves at most `left_bytes` behind, and the tables to plan by."""
+        m = self.budget_grains(budget_bytes)
+        if m < 0:
+            return float("inf"), []
+        most = left_bytes // self.grain if self.up else -(-left_bytes // self.grain)
+        roots = [c.build_root(m - most) for c in self.chains]
+        return float(sum(root[0][m] for root in roots)), roots
+
+    def plan_leaving(self, budget_bytes: int, left_bytes: int) -> list[Pass] | None:
+        """Decisions that reach `leaving`; None where nothing fits."""
+        seconds, roots = self.leaving(budget_bytes, left_bytes)
+        m = self.budget_grains(budget_bytes)
+        return [c.plan(m, r) for c, r in zip(self.chains, roots, strict=True)] if np.isfinite(seconds) else None

@@ -26,6 +26,7 @@ import numpy as np
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal.binding import describe_peak
+from keepwise.plan.optimal.in_flight import solve_in_flight
 from keepwise.plan.optimal.result import OptimalResult, Status, gap_of, why_floor, why_none, why_optimal
 from keepwise.plan.optimal.workbench import TINY, Candidate, View, Workbench, workbench
 from keepwise.plan.registry import registered_schedules
@@ -73,6 +74,9 @@ def plan_optimal(
             bench.offer(schedule)
         if candidates or others:
             layers.append("candidates")
+        if step.in_flight > 1:
+            _several(bench, budget_bytes, began + time_limit, tolerance, layers)
+            return _result(bench, budget_bytes, tolerance, began, layers)
         for view in bench.views:
             if progress is not None:
                 progress("chain", _gap(bench, budget_bytes))
@@ -128,6 +132,17 @@ def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, lay
         smallest = view.upper.smallest(best.added_seconds + TINY)
         if smallest is not None and smallest < best.peak_bytes:
             bench.try_chain(view, view.upper, smallest)
+
+
+def _several(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:
+    """Micro-batches in flight: see `in_flight`."""
+    layers.append("in flight")
+    bench.floor()
+    if not bench.passes_are_one:
+        return
+    bound = min(solve_in_flight(bench, view, budget_bytes, deadline, tolerance) for view in bench.views)
+    if bound < float("inf"):
+        bench.note_bound(budget_bytes, bound)
 
 
 def _tighten(bench: Workbench, view: View, budget_bytes: int, deadline: float, layers: list[str]) -> None:

@@ -36,6 +36,9 @@ LONG_CHAIN = 64
 MAX_FLOOR_OPS = 300_000
 """The smallest peak of very long chains is sought among plans that replay about as many ops, or 4 forward passes."""
 
+NUM_FLOORS = 12
+"""Budgets at which the smallest peak of several micro-batches in flight is sought."""
+
 MAX_WHOLE_STORAGES = 8
 """Passes that save at most as many storages are also planned without cuts."""
 
@@ -78,6 +81,9 @@ class Workbench:
     _tried: set[tuple[Programs, int]] = field(default_factory=set)
     _closer: dict[tuple[int, int], View] = field(default_factory=dict)
     """(position of a view, halvings of its range) -> the same view of the lower part of the range, in finer grains."""
+    _bounds: dict[int, float] = field(default_factory=dict)
+    """Budget -> bound, where it is not read off the tables (micro-batches in flight)."""
+    _searched: bool = False
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
 
@@ -89,9 +95,10 @@ class Workbench:
             for name in NAMED:
                 self.offer(get_planner(name).plan(self.step, None))
         model = build_model(self.step)
-        views = [_view(model, self.plain.peak_bytes)]
+        high = self.plain.peak_bytes - self.plain.others_bytes
+        views = [_view(model, high)]
         if model.num_stages > 1 and _is_small(model.graph):
-            views.append(_view(build_model(self.step, whole=True), self.plain.peak_bytes))
+            views.append(_view(build_model(self.step, whole=True), high))
         self.views = tuple(views)
 
     def offer(self, schedule: Schedule) -> Candidate | None:
@@ -126,11 +133,17 @@ class Workbench:
 
     def bound(self, budget_bytes: int) -> float:
         """Least added seconds at a budget that any view admits; infinite where none admits a plan, 0 without views."""
+        if self.step.in_flight > 1:  # more budget never takes more time
+            return max((found for at, found in self._bounds.items() if at >= budget_bytes), default=0.0)
         least = [view.lower.seconds(budget_bytes) for view in self.views]
         for (number, _), view in self._closer.items():
             if budget_bytes <= view.high:
                 least[number] = max(least[number], view.lower.seconds(budget_bytes))
         return min(least, default=0.0)
+
+    def note_bound(self, budget_bytes: int, seconds: float) -> None:
+        """Remember a bound that was proved for a budget."""
+        self._bounds[budget_bytes] = max(seconds, self._bounds.get(budget_bytes, 0.0))
 
     def closer(self, number: int, budget_bytes: int, seconds: float) -> View | None:
         """A view's tables for budgets from the smallest to about this one, in finer grains.
@@ -156,8 +169,25 @@ class Workbench:
         found = self._closer[number, halvings]
         return found if found.upper.grain < view.upper.grain else None
 
+    @property
+    def passes_are_one(self) -> bool:
+        """Whether the step has one forward pass."""
+        return all(len(view.model.parts) == 1 for view in self.views)
+
+    def _offer_small(self, view: View) -> None:
+        """Plans that leave little behind: the smallest peak of several micro-batches in flight is sought among them."""
+        low = view.upper.smallest()
+        for i in range(NUM_FLOORS if low is not None else 0):
+            roots = view.upper.plan((low or 0) + int((view.high - (low or 0)) * (i / NUM_FLOORS) ** 3))
+            if roots is not None:
+                self.offer(assemble(view.model, roots))
+
     def floor(self) -> Candidate:
         """The plan with the smallest peak that is known."""
+        if self.step.in_flight > 1 and not self._searched:
+            self._searched = True
+            for view in self.views:
+                self._offer_small(view)
         for view in self.views:
             most = view.model.forward_seconds * max(4.0, MAX_FLOOR_OPS / max(view.model.forward_ops, 1))
             for program in (view.upper, view.near):

@@ -536,3 +536,27 @@ def test_nested_batches_have_shapes() -> None:
 
     plan = keepwise.fit(Nested(), (UserDict(x=torch.randn(8, 20, 16)),), loss=loss, budget="0.95x")
     assert plan.shapes == ("[0].x [8, 20, 16]",)
+
+
+@pytest.mark.parametrize("budget", ["0.6x", "min"])
+def test_batches_that_take_another_path_have_a_plan_of_their_own(budget: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    twin = copy.deepcopy(model)
+    x = torch.randn(8, 48, 16)
+    batches = [(x, torch.rand(8, 48) < 0.2), (x[:, :30],), (x[:, :20], torch.rand(8, 20) < 0.2)]
+    plan = keepwise.fit(model, loss=loss, budget=budget, batches=batches, on_infeasible="floor")
+    assert len(plan.shapes) == 3
+    assert any("a plan of their own" in note for note in plan.notes)
+    plan.save(tmp_path / "plan.json")
+    plan.remove()
+    plan = keepwise.Plan.load(tmp_path / "plan.json").apply(model)
+    for given in (*batches, (x,), (x[:, :40],)):
+        for m in (model, twin):
+            m.zero_grad(set_to_none=True)
+            loss(m(*given)).backward()
+        assert not plan.stats.num_deviations
+        assert not plan.stats.num_unknown_ops
+        assert plan.stats.num_dropped or budget != "min"
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]

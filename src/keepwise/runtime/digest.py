@@ -1,11 +1,12 @@
 """Digests of tensors' bits that depend on position.
 
-A transpose has the same bytes in another order, so the digest mixes each word with its place before adding up. It detects
-accidents (a wrong replay), not attacks.
+A transpose has the same bytes in another order, so the digest mixes each word with its place before adding up: with an odd number
+for its column and one for its row, so that no change of a single word is missed. It detects accidents (a wrong replay), not attacks.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from typing import Any
@@ -13,6 +14,13 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
+
+_WIDTH = 1024
+"""Words in a row."""
+_ROWS = 1 << 12
+"""Rows that are multiplied at once on a device: their products take room."""
+_SMALL_BYTES = 1 << 17
+"""Below, a checksum is faster than a few small ops."""
 
 
 def digest(t: Tensor) -> int:
@@ -24,7 +32,7 @@ def digest(t: Tensor) -> int:
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
     flat = bytes_of(t)
-    if t.device.type == "cpu":
+    if t.device.type == "cpu" and flat.numel() < _SMALL_BYTES:
         return zlib.crc32(memoryview(flat.numpy()), seed)  # pyright: ignore[reportArgumentType]
     return seed ^ _mix(flat)
 
@@ -78,16 +86,36 @@ def _feed(h: Any, t: Tensor) -> None:
 
 
 def _mix(flat: Tensor) -> int:
-    """Sum over 64-bit words of the word times an odd number made from its position, modulo 2**64."""
-    pad = -flat.numel() % 8
-    if pad:
-        flat = torch.cat([flat, flat.new_zeros(pad)])
-    words = flat.view(torch.int64)
-    total = 0
-    chunk = 1 << 22
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk]
-        place = torch.arange(start, start + part.numel(), device=flat.device, dtype=torch.int64)
-        weights = (place * -7046029254386353131) ^ (place << 17) | 1
-        total += int((part * weights).sum().item())
+    """Sum over 64-bit words of the word times an odd number made from its row and column, modulo 2**64."""
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    row = 8 * _WIDTH
+    whole = flat.numel() // row * row
+    total = _rows(flat[:whole].view(torch.int64).view(-1, _WIDTH), 0) if whole else 0
+    if whole < flat.numel():
+        rest = torch.zeros(row, dtype=torch.uint8, device=flat.device)
+        rest[: flat.numel() - whole] = flat[whole:]
+        total += _rows(rest.view(torch.int64).view(1, _WIDTH), whole // row)
     return total & ((1 << 64) - 1)
+
+
+def _rows(words: Tensor, first: int) -> int:
+    columns = _columns(words.device)
+    if words.device.type == "cpu":
+        sums = torch.mv(words, columns)
+    else:  # which has no product of integers
+        parts = [(part * columns).sum(1) for part in words.split(_ROWS)]
+        sums = torch.cat(parts)
+    place = torch.arange(first, first + len(sums), device=words.device, dtype=torch.int64)
+    return int((sums * ((place * -7046029254386353131) ^ (place << 17) | 1)).sum().item())
+
+
+@functools.cache
+def _columns(device: torch.device) -> Tensor:
+    """An odd number for each column."""
+    mixed = [
+        int.from_bytes(hashlib.blake2b(i.to_bytes(4, "little"), digest_size=8).digest(), "little")
+        for i in range(_WIDTH)
+    ]
+    with torch.inference_mode(False):
+        return torch.tensor([(m | 1) - (1 << 63) * 2 * (m >> 63) for m in mixed], dtype=torch.int64, device=device)

@@ -250,6 +250,10 @@ def fit(
             )
             plan = Plan(document)
             if not verify:
+                for other in _distinct(all_batches)[1:MAX_BATCHES]:
+                    kind = structure(key_of(other.args, other.kwargs))
+                    if kind != structure(shapes[0]):
+                        strays.setdefault(kind, other)
                 break
             if plan.runner.program.drops_nothing:
                 if repeats is not None:
@@ -332,10 +336,12 @@ def fit(
                     planner=planner,
                     pin=pin,
                     on_infeasible=on_infeasible,
+                    verify=verify,
                     progress=progress,
                 )
                 for other in strays.values()
             ]
+            variants = [v for v in variants if v.status is not Status.INERT]
         except BaseException:
             if previous is not None:
                 detach(model)
@@ -414,7 +420,8 @@ def _prove_other(
 def _with_variants(plan: Plan, variants: list[Plan]) -> Plan:
     """The plan with those of other structures beside it."""
     notes = [
-        f"batches of {', '.join(v.shapes)} take another path and have a plan of their own: {v.summary()}" for v in variants
+        f"batches of {', '.join(v.shapes)} take another path and have a plan of their own: {v.summary()}"
+        for v in variants
     ]
     document = msgspec.structs.replace(
         plan.document, variants=tuple(v.document for v in variants), notes=(*plan.notes, *notes)

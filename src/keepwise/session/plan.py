@@ -24,7 +24,9 @@ from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute,
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.ladder import Ladder
+from keepwise.session.sizes import structure
 from keepwise.session.status import Status
+from keepwise.session.switch import Branch, Switch
 from keepwise.simulate import Timeline, simulate
 
 
@@ -38,20 +40,11 @@ class Plan:
         self._timeline: Timeline | None = None
         self._decisions: tuple[Decision, ...] | None = None
         self._contexts = threading.local()
-        self.runner = Runner(
-            compile_program(document.step, document.schedule),
-            restarts=document.restarts,
-            budget_bytes=document.budget_bytes,
-        )
-        if document.scales and document.budget_bytes is not None:
-            self.runner.chooser = Ladder(
-                document.step,
-                document.budget_bytes,
-                self.runner.program,
-                document.batch_key,
-                document.peak_bytes,
-                document.batch_scales,
-            )
+        own = _branch(document)
+        self.runner = Runner(own.program, restarts=document.restarts, budget_bytes=document.budget_bytes)
+        self.runner.chooser = own.ladder
+        if document.variants:
+            self.runner.chooser = Switch(own, {structure(v.batch_key): _branch(v) for v in document.variants})
 
     def __reduce__(self) -> Any:
         """A copy, by pickle or `copy`, is the decision alone: it is applied to nothing and has no statistics."""
@@ -345,6 +338,22 @@ class Plan:
     def num_forward_ops(self) -> int:
         """Ops of the recorded forward."""
         return sum(op.phase == Phase.FORWARD for op in self.step.ops)
+
+
+def _branch(document: PlanDocument) -> Branch:
+    """The programs of one recorded structure."""
+    program = compile_program(document.step, document.schedule)
+    if not document.scales or document.budget_bytes is None:
+        return Branch(program=program, ladder=None)
+    ladder = Ladder(
+        document.step,
+        document.budget_bytes,
+        program,
+        document.batch_key,
+        document.peak_bytes,
+        document.batch_scales,
+    )
+    return Branch(program=program, ladder=ladder)
 
 
 def _under(path: str, wanted: str) -> bool:

@@ -159,6 +159,7 @@ class Runner:
                 return call(*args, **kwargs)
         program, key, over = chooser.choose(args, kwargs)
         if program.drops_nothing and chooser.knows(key):
+            self.stats = StepStats()
             return call(*args, **kwargs)
         with self.guard(model, program) as watching:
             result = call(*args, **kwargs)

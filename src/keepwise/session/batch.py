@@ -29,6 +29,8 @@ def as_batch(args: Any, kwargs: Mapping[str, Any] | None) -> Batch:
     Raises:
         UsageError: none of these.
     """
+    if isinstance(args, Batch):
+        return args
     extra = dict(kwargs or {})
     if args is None:
         return Batch(kwargs=extra)

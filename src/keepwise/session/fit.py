@@ -224,7 +224,7 @@ def fit(
         want_floor = isinstance(budget, str) and budget.strip().lower() == "min"
         attempt = 0
         packs = True
-        strays: dict[tuple[str, ...], Batch] = {}
+        same, *strays = _by_structure(all_batches)
         while True:
             planned_step, planned = plan_step(
                 recorded,
@@ -250,10 +250,6 @@ def fit(
             )
             plan = Plan(document)
             if not verify:
-                for other in _distinct(all_batches)[1:MAX_BATCHES]:
-                    kind = structure(key_of(other.args, other.kwargs))
-                    if kind != structure(shapes[0]):
-                        strays.setdefault(kind, other)
                 break
             if plan.runner.program.drops_nothing:
                 if repeats is not None:
@@ -279,7 +275,7 @@ def fit(
                     repeat_difference=difference,
                     num_replays=outcome.num_audited,
                 )
-                for other in _distinct(all_batches)[1:MAX_BATCHES]:
+                for other in same[1:MAX_BATCHES]:
                     say(f"proving the plan for {shapes_in_words(key_of(other.args, other.kwargs))}")
                     found, more, note = _prove_other(
                         plan, model, other, loss, generators, made_optimizer, plain=plain_fits and repeats is not False
@@ -287,10 +283,7 @@ def fit(
                     bad |= more
                     if found:
                         return _inert(model, _unexplained(found))
-                    kind = structure(key_of(other.args, other.kwargs))
-                    if note and kind != structure(shapes[0]):
-                        strays.setdefault(kind, other)
-                    elif note and note not in notes:
+                    if note and note not in notes:
                         notes.append(note)
                 if not bad:
                     chooser = plan.runner.chooser
@@ -327,8 +320,7 @@ def fit(
             variants = [
                 fit(
                     model,
-                    other.args,
-                    other.kwargs,
+                    batches=others,
                     budget=budget if limit is None or want_floor else limit,
                     loss=loss,
                     optimizer=made_optimizer,
@@ -339,7 +331,7 @@ def fit(
                     verify=verify,
                     progress=progress,
                 )
-                for other in strays.values()
+                for others in strays
             ]
             variants = [v for v in variants if v.status is not Status.INERT]
         except BaseException:
@@ -380,9 +372,13 @@ def _check_options(**given: Any) -> None:
         raise UsageError("batches= is empty; pass representative batches, the largest first")
 
 
-def _distinct(batches: list[Batch]) -> list[Batch]:
-    """One batch of each shape, in order."""
-    return list({key_of(b.args, b.kwargs): b for b in reversed(batches)}.values())[::-1]
+def _by_structure(batches: list[Batch]) -> list[list[Batch]]:
+    """One batch of each shape, in order, those with the same tensors together."""
+    distinct = list({key_of(b.args, b.kwargs): b for b in reversed(batches)}.values())[::-1]
+    found: dict[tuple[str, ...], list[Batch]] = {}
+    for b in distinct:
+        found.setdefault(structure(key_of(b.args, b.kwargs)), []).append(b)
+    return list(found.values())
 
 
 def _prove_other(

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from keepwise.trace.driver import OptimizerState
-from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
+from keepwise.trace.python_state import PythonState
+from keepwise.trace.state import Bytes, Generators, Gradients, tensors_of
 
 
 class SavedState:
@@ -29,10 +30,10 @@ class SavedState:
         self.values = [
             (t.grad, t.grad.detach().clone()) for t in (*parameters, *given) if t.is_leaf and t.grad is not None
         ]
-        self.attributes = Attributes(model)
+        self.attributes = PythonState(model)
         self.generators = Generators()
         self.own = [(g, g.get_state()) for g in generators]
-        self.contents = Bytes([*parameters, *buffers, *given])
+        self.contents = Bytes([*parameters, *buffers, *given, *self.attributes.tensors])
         self.optimizer = OptimizerState(optimizer)
 
     def restore(self) -> None:

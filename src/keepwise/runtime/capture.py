@@ -63,9 +63,9 @@ class Call:
         places: Sequence[tuple[Any, Any]] = (),
         sources: list[tuple[int, Cell | None, Geometry | None]] | None = None,
         copies: tuple[int, ...] = (),
-        owns: Sequence[tuple[Any, Any]] = (),
+        owns: list[tuple[Any, Any]] | None = None,
         holds: list[tuple[Tensor, int]] | None = None,
-        hold_places: Sequence[tuple[Any, Any]] = (),
+        hold_places: list[tuple[Any, Any]] | None = None,
         random: RandomState | None = None,
         writes: tuple[int, ...] = (),
     ) -> None:
@@ -76,11 +76,11 @@ class Call:
         """(view id, cell of an outer run or None, geometry or None)."""
         self.copies = copies
         """Indices into `sources` that must be copied before the call because it writes them and an outer run owns them."""
-        self.owns = owns
+        self.owns = owns if owns is not None else []
         """(container, key) of each argument that was captured by copy and that the call writes."""
         self.holds = holds or []
         """Captured tensors with their versions, for the version check."""
-        self.hold_places = hold_places
+        self.hold_places = hold_places or []
         """Where each of `holds` stands among the arguments."""
         self.outs = outs
         self.random = random

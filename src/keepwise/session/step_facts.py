@@ -53,4 +53,7 @@ def notes_of(traced: Traced) -> list[str]:
             f"the user's own saved-tensor hooks are active in {listed(recording.foreign_hooks)}: "
             "kept tensors pass through them, dropped ones do not"
         )
+    if traced.left:
+        shown = ", ".join(traced.left[:4]) + (", ..." if len(traced.left) > 4 else "")
+        notes.append(f"iterators cannot be put back: the recorded steps may have moved on {shown}")
     return notes

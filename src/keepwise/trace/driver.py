@@ -16,9 +16,10 @@ from torch import nn
 
 from keepwise.runtime.digest import strong_digest
 from keepwise.trace.admission import Admission
+from keepwise.trace.python_state import PythonState
 from keepwise.trace.quiet import quiet
 from keepwise.trace.record import Recording, record
-from keepwise.trace.state import Attributes, Bytes, Generators, Gradients, tensors_of
+from keepwise.trace.state import Bytes, Generators, Gradients, tensors_of
 from keepwise.trace.static import Leaf, optimizer_tensors
 from keepwise.trace.values import storage_of
 
@@ -41,6 +42,8 @@ class Traced:
     """What is known about each distinct op."""
     num_changed: int
     """Storages of parameters and buffers that the two steps had changed and that were put back."""
+    left: tuple[str, ...]
+    """Attributes that a step may change and that cannot be put back."""
     seconds: float
     """Duration of all of it."""
 
@@ -81,9 +84,9 @@ def trace_steps(
         parameters = list(model.parameters()) if model is not None else []
         buffers = list(model.buffers()) if model is not None else []
         gradients = Gradients([*parameters, *given])
-        attributes = Attributes(model)
+        attributes = PythonState(model)
         generators = Generators()
-        contents = Bytes([*parameters, *buffers, *given], to_disk=spill)
+        contents = Bytes([*parameters, *buffers, *given, *attributes.tensors], to_disk=spill)
         optimizer_state = OptimizerState(optimizer)
     own: dict[int, tuple[torch.Generator, Tensor]] = {}
     made: dict[str, int | None] = {}
@@ -133,6 +136,7 @@ def trace_steps(
         observed=observed,
         admission=admission,
         num_changed=changed[0],
+        left=tuple(attributes.left),
         seconds=time.perf_counter() - began,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fnmatch
 import os
 import threading
@@ -223,9 +224,13 @@ class Plan:
         """
         found = [d for d in self.decisions if _under(d.path, path)]
         if not found:
-            known = sorted({d.path for d in self.decisions})
+            known = sorted({d.path for d in self.decisions if d.path})
+            close = difflib.get_close_matches(path, known, n=3)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            more = f" and {len(known) - 12} more" if len(known) > 12 else ""
             raise UsageError(
-                f"no saved activation at {path!r}; modules that have some: {', '.join(known[:12]) or 'none'}"
+                f"no saved activation was made in {path!r}{hint}. Modules that made some: {', '.join(known[:12]) or 'none'}{more}. (What a "
+                "linear layer saves, its input, was made by the module before it.)"
             )
         return explained(found, self.memory_price)
 

@@ -167,7 +167,6 @@ def _keep_every_second() -> PolicyFunction:
 @contextlib.contextmanager
 def _compiled(model: nn.Module, setting: str) -> Iterator[None]:
     import torch._functorch.config as functorch
-    from torch._inductor.compile_fx import compile_fx
 
     try:
         share = float(setting) if setting else functorch.activation_memory_budget
@@ -178,6 +177,8 @@ def _compiled(model: nn.Module, setting: str) -> Iterator[None]:
 
     def backend(graph: Any, inputs: Any) -> Any:
         """Inductor at this share. One function for each setting: equal backends share compiled code, also between models."""
+        from torch._inductor.compile_fx import compile_fx
+
         with functorch.patch(activation_memory_budget=share):
             return compile_fx(graph, inputs)
 

@@ -224,7 +224,7 @@ class Region(Watch):
         if border.source >= 0:
             border.call.copies = (*border.call.copies, border.source)
         else:
-            border.call.owns.append(border.call.hold_places[border.hold])
+            border.call.owns = [*border.call.owns, border.call.hold_places[border.hold]]
 
     def _outer_cell(self, t: Tensor) -> Cell | None:
         """Note 2."""

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def unseen(function: F) -> F:
     """Decorator: neither the function nor what it calls is ever compiled. Torch's compiler is not loaded for it."""
     compiler: Any = getattr(torch._C, "_dynamo", None)
-    dynamo = getattr(compiler, "eval_frame", None)
+    dynamo: Any = getattr(compiler, "eval_frame", None)
     action = getattr(dynamo, "_FrameAction", None)
     if action is not None:
         skip = dynamo._FrameExecStrategy(action.SKIP, action.SKIP)

@@ -171,6 +171,8 @@ class Plan:
 
     def summary(self) -> str:
         """The first line of `str(plan)`."""
+        if self.status is Status.INERT:
+            return f"keepwise: nothing is planned: {self.notes[0] if self.notes else self.status.value}"
         unit = unit_of(max(self.plain_peak_bytes, self.peak_bytes))
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}[unit]
         plain, peak = show_number(self.plain_peak_bytes / scale), show_number(self.peak_bytes / scale)
@@ -188,6 +190,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [self.summary(), f"  {self.status.value}"]
+        if self.status is Status.INERT:
+            return "\n".join([*lines, *(f"  note: {n}" for n in self.notes[1:])])
         if self.schedule.why:
             lines.append(f"  planner {self.schedule.planner or '(own)'}: {self.schedule.why}")
         for title, kind in (("kept", Keep), ("replayed", Recompute), ("packed", Pack), ("offloaded", Offload)):

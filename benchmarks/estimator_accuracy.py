@@ -426,12 +426,15 @@ def main() -> int:
 EXPLANATION = [
     "Where it deviates, and why:",
     "",
-    "- bf16 on this CPU: matrix products of oneDNN allocate scratch of their own, which no formula of shapes gives; it is part of",
-    "  the measured peak and not of the estimate. It does not grow with the number of layers, so small models show it most.",
-    "- T5 and Whisper: position biases and the encoder's output are held by Python code during the step whether autograd saves",
-    "  them or not; the estimate counts them as held.",
-    "- Adapters in bf16: the first block's operators before the first adapter save nothing where its input needs no gradient; the",
-    "  measurement lets it (`enable_input_require_grads`), as training with checkpoints does.",
+    "- T5: position biases are held by Python code during the step whether autograd saves them or not; the estimate counts them.",
+    "- Selective mode (`sac`): results that PyTorch stores and autograd does not save are let go one by one while a block is rebuilt;",
+    "  the estimate counts them until the block's backward has passed.",
+    "- bf16 and autocast on this CPU: matrix products of oneDNN allocate scratch of their own, which no formula of shapes gives; it is",
+    "  part of the measured peak and not of the estimate. It does not grow with the number of layers, so small models show it most.",
+    "- Adapters: where the inputs of the first block need no gradient (target llama-lora, without `enable_input_require_grads`), nothing",
+    "  is saved before the first adapter; the estimate counts a whole block, as it is under checkpoints.",
+    '- Target mixtral runs its experts one after the other in Python (`experts_implementation="eager"`) and adds a router loss; the',
+    "  estimate knows the grouped products that transformers uses by default (row mixtral 4x512).",
     "- Random states of 5,056 bytes that checkpoints keep for each region are not counted.",
 ]
 

@@ -134,21 +134,43 @@ def test_each_stage_has_its_column(config):
     assert "micro-batches in flight" in result.stdout
 
 
-def test_no_framework_is_loaded(config):
+def test_no_framework_is_needed(config):
+    """With every framework made impossible to import, and none of our heavier libraries loaded."""
     code = f"""
 import sys
+frameworks = ("torch", "transformers", "accelerate", "peft", "jax", "keras", "tensorflow")
+for name in frameworks:
+    sys.modules[name] = None
 from click.testing import CliRunner
 import keepwise
 import keepwise.estimator
 assert callable(keepwise.estimate)
 keepwise.estimate(layers=32, width=4096, tokens=2048)
 from keepwise.cli import main
-result = CliRunner().invoke(main, ["estimate", "--config", {config!r}, "--emit", "transformers,jax,keras,deepspeed"])
+result = CliRunner().invoke(main, ["estimate", "--config", {config!r}, "--emit", "all"])
 assert result.exit_code == 0, result.output
-loaded = [name for name in ("torch", "transformers", "jax", "keras", "tensorflow", "numpy", "rich") if name in sys.modules]
+assert all(sys.modules[name] is None for name in frameworks)
+loaded = [name for name in ("numpy", "rich", "highspy", "jinja2") if name in sys.modules]
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_answer_takes_little_time(config):
+    """Processor time of the whole command, searches included; about 0.1 s where it was written."""
+    resource = pytest.importorskip("resource")
+
+    def used():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    seconds = []
+    for _ in range(3):
+        before = used()
+        arguments = ["-c", "from keepwise.cli import main; main()", "estimate", "--config", config, "--seq", "8192"]
+        subprocess.run([sys.executable, *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
+        seconds.append(used() - before)
+    assert min(seconds) < 0.9, seconds
 
 
 def test_importing_the_room_does_not_hide_the_function():

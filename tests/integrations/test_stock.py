@@ -1,3 +1,6 @@
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -142,6 +145,25 @@ def test_compile_is_taken_off_again():
     assert target.model._compiled_call_impl is None
     assert functorch.activation_memory_budget == budget
     torch.testing.assert_close(compiled, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_models_keep_their_own_budget():
+    target = targets.build("gpt2-tiny")
+    peaks = []
+    with contextlib.ExitStack() as stack:
+        models = [copy.deepcopy(target.model) for _ in range(2)]
+        for model, policy in zip(models, ("compile", "compile:0.1"), strict=True):
+            stack.enter_context(apply_stock(model, policy))
+        for model in models:
+
+            def step(model=model):
+                model(**target.kwargs).loss.backward()
+
+            step()
+            peaks.append(allocator_peak(step))
+    assert peaks[1] < 0.95 * peaks[0]
 
 
 def test_the_alias_is_the_same_policy():

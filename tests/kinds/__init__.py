@@ -22,7 +22,7 @@ KINDS = (
 )
 
 WILD = ("wild_state", "wild_structure", "wild_autograd", "wild_types", "wild_steps")
-"""More of the same kinds, each file of several."""
+"""More of the same kinds, each file of several; with budgets they are left to `make test-all`."""
 
 
 def kinds() -> list[Collection]:

@@ -137,3 +137,23 @@ def compiled_with_graph_break() -> Case:
 
     torch._dynamo.reset()
     return case(Stack(Broken, 2), torch.randn(4, 8))
+
+
+class _GivenUp(_Inner):
+    """The compiler gives the function up inside of `try`: it runs as it is, with the compiler looking at each call in it."""
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch._dynamo.graph_break()
+            h = torch.tanh(self.a(x))
+            torch._dynamo.graph_break()
+            return self.b(h) * torch.sin(h)
+        finally:
+            self.calls = getattr(self, "calls", 0) + 1
+
+
+@PROGRAMS.add(
+    "the compiler gives up a function that calls modules: our hooks are no part of it", opaque=True, heavy=True
+)
+def compiled_function_given_up() -> Case:
+    return case(nn.Sequential(_GivenUp(), _GivenUp()), torch.randn(4, 8))

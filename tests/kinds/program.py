@@ -123,6 +123,8 @@ class Collection:
 
     kind: str
     programs: list[Program] = field(default_factory=list)
+    is_wild: bool = False
+    """Planning these for a budget is left to `make test-all`."""
 
     def add(self, why: str, **options: Any) -> Callable[[Callable[[], Case]], Program]:
         """Turn a function that builds a `Case` into a program named after it."""

@@ -8,6 +8,7 @@ import pytest
 
 import keepwise
 
+from . import kinds
 from .harness import HOWS, check, programs
 from .program import Program
 
@@ -20,9 +21,11 @@ KNOWN: dict[str, str] = {}
 
 def _cases() -> list[Any]:
     cases = []
+    wild = [program for collection in kinds() if collection.is_wild for program in collection.programs]
     for how in HOWS:
         for program in programs():
-            slow = program.slow or how == "0.6x" or (program.heavy and how != "everything")
+            heavy = program.heavy or program in wild
+            slow = program.slow or how == "0.6x" or (heavy and how != "everything")
             marks: list[Any] = [pytest.mark.slow] if slow else []
             if program.id in KNOWN:
                 marks.append(pytest.mark.xfail(reason=KNOWN[program.id], strict=False))

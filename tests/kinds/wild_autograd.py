@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from .parts import Block, Counted, Module, Stack, attributes, calls
 from .program import Case, Collection, Loss, case, mean_square
 
-AUTOGRAD = Collection("autograd")
-MODES = Collection("modes")
+AUTOGRAD = Collection("autograd", is_wild=True)
+MODES = Collection("modes", is_wild=True)
 COLLECTIONS = (AUTOGRAD, MODES)
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from .parts import Block, Module, Stack, attributes, block_attributes
 from .program import Case, Collection, Loss, case
 
-RANDOMNESS = Collection("randomness")
-MUTATION = Collection("mutation")
+RANDOMNESS = Collection("randomness", is_wild=True)
+MUTATION = Collection("mutation", is_wild=True)
 COLLECTIONS = (RANDOMNESS, MUTATION)
 
 

@@ -18,8 +18,8 @@ from torch.nn.utils import prune
 from .parts import Block, Module, Stack, attributes
 from .program import Case, Collection, Loss, case, mean_square
 
-DIFFERING = Collection("differing_steps")
-TIME = Collection("time_threads")
+DIFFERING = Collection("differing_steps", is_wild=True)
+TIME = Collection("time_threads", is_wild=True)
 COLLECTIONS = (DIFFERING, TIME)
 
 

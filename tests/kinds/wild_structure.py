@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from .parts import Block, Module, Stack
 from .program import Case, Collection, case, mean_square
 
-STRUCTURE = Collection("structure")
-SHAPES = Collection("shapes")
-DEVICES = Collection("devices")
+STRUCTURE = Collection("structure", is_wild=True)
+SHAPES = Collection("shapes", is_wild=True)
+DEVICES = Collection("devices", is_wild=True)
 COLLECTIONS = (STRUCTURE, SHAPES, DEVICES)
 
 

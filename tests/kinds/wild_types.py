@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from .parts import Block, Module, Stack
 from .program import Case, Collection, Loss, case, mean_square
 
-PRECISION = Collection("precision")
+PRECISION = Collection("precision", is_wild=True)
 COLLECTIONS = (PRECISION,)
 
 

@@ -29,3 +29,11 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert out == ""
     assert [line for line in err.splitlines() if "CPUAllocator" not in line] == []  # a warning of torch's profiler
+
+
+def test_a_plan_that_plans_nothing_says_so_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWISE", "0")
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.7x")
+    assert repr(plan) == "keepwise: nothing is planned: KEEPWISE=0 is set: the model runs as it is"
+    assert str(plan).startswith(repr(plan))

@@ -41,7 +41,9 @@ VARIABLES = (
 @reports
 def command(io: Io) -> int:
     """Versions, devices, memory and threads."""
-    found = environment()
+    with io.progress() as say:
+        say("loading torch")
+        found = environment()
     io.data = {"command": "env", **found}
     devices = [f"{d['name']}: {show_bytes(d['bytes'])}" for d in found["devices"]]
     rows = {

@@ -174,11 +174,16 @@ def _compiled(model: nn.Module, setting: str) -> Iterator[None]:
         share = -1.0
     if not 0 <= share <= 1:
         raise UsageError(f"compile:{setting}: the activation memory budget is a number from 0 to 1")
-    before = functorch.activation_memory_budget
-    functorch.activation_memory_budget = share  # Read when the first call compiles.
-    model.compile()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        """Inductor at this share. One function for each setting: equal backends share compiled code, also between models."""
+        from torch._inductor.compile_fx import compile_fx
+
+        with functorch.patch(activation_memory_budget=share):
+            return compile_fx(graph, inputs)
+
+    model.compile(backend=backend)
     try:
         yield
     finally:
-        functorch.activation_memory_budget = before
         model._compiled_call_impl = None

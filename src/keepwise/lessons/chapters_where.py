@@ -133,7 +133,7 @@ def under_a_budget() -> Chapter:
         f"{NUM_BLOCKS} forwards again. With a budget of {budget:,} floats, how few can it be?",
         answer=chosen.forwards_again,
         why="Layers near the end are the best to keep: backward frees them first, before the dropped ones are made "
-        "again. A single dial k cannot say that. Each row below was predicted, then run: the frontier. Keepwise "
+        "again. A single dial k cannot say that. Each row was predicted, then run: the frontier. Keepwise "
         "does this for tensors instead of layers, with seconds instead of counts, and with a solver instead of "
         "trying everything.",
         table=Table(columns=("plan (K kept, D dropped)", *RUN_COLUMNS[1:]), rows=rows),

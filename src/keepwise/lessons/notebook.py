@@ -1,9 +1,10 @@
+"""The lesson as a notebook: plain Python with `# %%` cells."""
+
 # %% [markdown]
 # # Activation checkpointing from scratch
 #
 # Each cell asks, then runs. Write your guess down before you run the cell. Editors that know `# %%` show this file as a
 # notebook; `python -m keepwise.lessons.notebook` runs it from top to bottom.
-"""The lesson as a notebook: plain Python with `# %%` cells."""
 
 # %%
 from __future__ import annotations

@@ -33,7 +33,7 @@ def as_table(chapter: Chapter) -> RichTable:
     table = RichTable(pad_edge=False)
     for index, column in enumerate(chapter.table.columns):
         words = all(isinstance(row[index], str) for row in chapter.table.rows)
-        table.add_column(column, justify="left" if words else "right")
+        table.add_column(column, justify="left" if words else "right", overflow="fold")
     for row in chapter.table.rows:
         table.add_row(*(Text(show(cell)) for cell in row))
     return table

@@ -47,6 +47,7 @@ from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
+from keepwise.runtime.unseen import unseen
 from keepwise.runtime.watch import Watch, innermost_hooks, unpack
 
 Tensor = torch.Tensor
@@ -362,6 +363,7 @@ class Guard(Watch):
         self._deviates(t)
         return LEAF
 
+    @unseen
     def pack(self, t: Tensor) -> Any:
         """Hook: drop the tensor if the plan does and its replay is complete, else keep it."""
         stats = self.stats

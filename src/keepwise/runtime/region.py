@@ -39,6 +39,7 @@ from keepwise.runtime.holding import alias, version_of
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import is_opaque, replay_arguments
 from keepwise.runtime.stats import StepStats
+from keepwise.runtime.unseen import unseen
 from keepwise.runtime.watch import Watch
 
 Tensor = torch.Tensor
@@ -223,7 +224,7 @@ class Region(Watch):
         if border.source >= 0:
             border.call.copies = (*border.call.copies, border.source)
         else:
-            border.call.owns.append(border.call.hold_places[border.hold])
+            border.call.owns = [*border.call.owns, border.call.hold_places[border.hold]]
 
     def _outer_cell(self, t: Tensor) -> Cell | None:
         """Note 2."""
@@ -257,6 +258,7 @@ class Region(Watch):
             outs.append(view)
         call.outs = tuple(outs)
 
+    @unseen
     def pack(self, t: Tensor) -> Any:
         """Hook: drop what the region made, keep what it was given."""
         if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not self.passes_on:

@@ -26,6 +26,7 @@ from keepwise.runtime.geometry import Geometry
 from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias_in_pack
 from keepwise.runtime.replay import DroppedSave
 from keepwise.runtime.stats import StepStats
+from keepwise.runtime.unseen import unseen
 
 Tensor = torch.Tensor
 Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
@@ -198,6 +199,7 @@ def innermost_hooks() -> Hooks | None:
     return (top[0], top[1]) if top is not None else None
 
 
+@unseen
 def unpack(saved: KeptSave | DroppedSave | ForeignSave) -> Tensor:
     """Hook: the saved tensor again."""
     if type(saved) is ForeignSave:

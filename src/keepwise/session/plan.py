@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fnmatch
 import os
 import threading
@@ -170,6 +171,8 @@ class Plan:
 
     def summary(self) -> str:
         """The first line of `str(plan)`."""
+        if self.status is Status.INERT:
+            return f"keepwise: nothing is planned: {self.notes[0] if self.notes else self.status.value}"
         unit = unit_of(max(self.plain_peak_bytes, self.peak_bytes))
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}[unit]
         plain, peak = show_number(self.plain_peak_bytes / scale), show_number(self.peak_bytes / scale)
@@ -187,6 +190,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [self.summary(), f"  {self.status.value}"]
+        if self.status is Status.INERT:
+            return "\n".join([*lines, *(f"  note: {n}" for n in self.notes[1:])])
         if self.schedule.why:
             lines.append(f"  planner {self.schedule.planner or '(own)'}: {self.schedule.why}")
         for title, kind in (("kept", Keep), ("replayed", Recompute), ("packed", Pack), ("offloaded", Offload)):
@@ -223,9 +228,13 @@ class Plan:
         """
         found = [d for d in self.decisions if _under(d.path, path)]
         if not found:
-            known = sorted({d.path for d in self.decisions})
+            known = sorted({d.path for d in self.decisions if d.path})
+            close = difflib.get_close_matches(path, known, n=3)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            more = f" and {len(known) - 12} more" if len(known) > 12 else ""
             raise UsageError(
-                f"no saved activation at {path!r}; modules that have some: {', '.join(known[:12]) or 'none'}"
+                f"no saved activation was made in {path!r}{hint}. Modules that made some: {', '.join(known[:12]) or 'none'}{more}. (What a "
+                "linear layer saves, its input, was made by the module before it.)"
             )
         return explained(found, self.memory_price)
 

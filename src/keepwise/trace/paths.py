@@ -102,6 +102,8 @@ class PathTracker:
         self._stack = []
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # in a compiled function; what comes next would break its graph
+            return
         name = self._names.get(id(module))
         if name is None or threading.get_ident() != self._thread:
             return
@@ -114,6 +116,8 @@ class PathTracker:
             self.on_root(True)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         name = self._names.get(id(module))
         if name is None or threading.get_ident() != self._thread:
             return

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import NO_OP
 from keepwise.runtime.packing import packed_price
+from keepwise.runtime.unseen import unseen
 from keepwise.trace.admission import same_bytes
 from keepwise.trace.drafts import OpDraft, Saved, SaveDraft, Visits, WeakTensor, current_node
 from keepwise.trace.paths import PathTracker, source_line
@@ -131,6 +132,7 @@ class SavedTensors:
 
     # ------------------------------------------------------------------ hooks
 
+    @unseen
     def pack(self, t: Tensor) -> Saved:
         """Hook: copy the tensor away and let autograd hold a handle."""
         with self._table.clock_stops(), torch._C.DisableTorchFunction():
@@ -163,6 +165,7 @@ class SavedTensors:
                     saved.foreign = (outer[0](_detached(t)), outer[1])
             return saved
 
+    @unseen
     def unpack(self, saved: Saved) -> Tensor:
         """Hook: the saved tensor again."""
         with self._table.clock_stops(), torch._C.DisableTorchFunction():

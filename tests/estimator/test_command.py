@@ -39,6 +39,14 @@ def test_the_rule_in_words():
     assert "+33.3%" in result.stdout
 
 
+def test_the_rule_says_how_many_tokens_fit():
+    budget = 10 * 2**30
+    arguments = ["--layers", "32", "--width", "4096", "--segment", "1", "--parameters", "100M", "--budget", str(budget)]
+    most = json.loads(run(*arguments, "--tokens", "2048", "--json").stdout)["largest_tokens"]
+    peaks = [json.loads(run(*arguments, "--tokens", str(n), "--json").stdout)["peak_bytes"] for n in (most, most + 1)]
+    assert peaks[0] <= budget < peaks[1]
+
+
 def test_json_is_one_object_and_equals_python(config):
     result = run("--config", config, "--batch", "2", "--seq", "4096", "--checkpointing", "full", "--tp", "2", "--json")
     assert result.exit_code == 0
@@ -70,6 +78,8 @@ def test_it_says_no_with_exit_code_one(config):
         ([*RULE, "--heads", "32", "--device", "abacus"], "abacus"),
         ([*RULE, "--heads", "32", "--emit", "caffe"], "caffe"),
         ([*RULE, "--heads", "32", "--family", "nonsense"], "nonsense"),
+        ([*RULE, "--heads", "32", "--kv-heads", "5"], "5 key heads"),
+        ([*RULE, "--heads", "32", "--optimizer-kernel", "fast"], "fast"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_two(arguments, words):
@@ -77,6 +87,21 @@ def test_wrong_use_is_one_line_and_exit_code_two(arguments, words):
     assert result.exit_code == 2
     assert words in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_configuration_and_shapes_are_not_mixed(config):
+    for more, word in ((["--layers", "3"], "layers"), (["--parameters", "7B"], "--parameters")):
+        result = run("--config", config, *more)
+        assert result.exit_code == 2
+        assert word in result.stderr
+
+
+def test_the_longest_sequence_of_pictures(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "vit"}))
+    result = run("--config", str(path))
+    assert "the model fixes its length" in result.stdout
+    assert json.loads(run("--config", str(path), "--json").stdout)["longest_sequence"] is None
 
 
 def test_an_unknown_model_type_is_read_as_a_llama_and_said_so(tmp_path):

@@ -145,8 +145,17 @@ def _limits(extra: dict[str, Any], budget: int, device: str) -> str:
     if not extra:
         return ""
     lines = [f"within {format_bytes(budget)} ({device})"]
+    if "largest_tokens" in extra:
+        return f"{lines[0]}\n  most tokens on it: {extra['largest_tokens'] or 'none'}"
     lines.append(f"  largest batch at this sequence: {extra['largest_batch'] or 'none'}")
-    lines.append(f"  longest sequence at this batch: {extra['longest_sequence'] or 'none'}")
+    longest, positions = extra["longest_sequence"], extra["max_positions"]
+    if longest is None:
+        lines.append("  longest sequence at this batch: the model fixes its length")
+    else:
+        beyond = (
+            f" (the configuration has {positions} positions)" if positions is not None and longest > positions else ""
+        )
+        lines.append(f"  longest sequence at this batch: {longest or 'none'}{beyond}")
     found = extra["cheapest"]
     if found is None:
         lines.append("  cheapest setting that fits: none without more devices, adapters, or a smaller model")

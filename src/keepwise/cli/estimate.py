@@ -139,11 +139,15 @@ def _answer(options: dict[str, Any]) -> bool | None:
         given["budget"] = budget
     setup = make_setup(checkpointing=policy, segment=segment, **given)
     asked = named_device is not None or bool(budget_text)
+    if config is not None and rule["parameters"] is not None:
+        raise click.UsageError("--parameters is for the rule of thumb: a configuration says how many there are")
     if config is None and shapes["heads"] is None:
         answer = _by_rule(shapes, rule, setup)
         if systems:
             raise click.UsageError("--emit needs the operator model: give --heads too, or --config")
-        extra: dict[str, Any] = {}
+        room = budget - (answer.peak_bytes - answer.activation_bytes)
+        a_token = answer.rule["total_bytes"] / answer.rule["tokens"]  # activations are proportional to the tokens
+        extra: dict[str, Any] = {"largest_tokens": max(0, int(room / a_token))}
         choices: list[Choice] = []
         settings: list[Setting] = []
         architecture = None
@@ -159,7 +163,7 @@ def _answer(options: dict[str, Any]) -> bool | None:
             if tokens % setup.batch:
                 raise click.UsageError(f"--tokens {tokens} is not divisible by --batch {setup.batch}")
             setup = replace(setup, sequence=tokens // setup.batch)
-        architecture = architecture_of(config, **(shapes if config is None else {}))
+        architecture = architecture_of(config, **shapes)
         estimator = Estimator(architecture)
         answer = estimator.run(setup)
         choices = policies(estimator, setup, budget)
@@ -167,6 +171,7 @@ def _answer(options: dict[str, Any]) -> bool | None:
         extra = {
             "largest_batch": largest_batch(estimator, setup, budget),
             "longest_sequence": longest_sequence(estimator, setup, budget),
+            "max_positions": architecture.max_positions,
             "cheapest": None if found is None else _choice_dict(found),
         }
         settings = []

@@ -166,8 +166,12 @@ def architecture_of(
         raise UsageError("plain shapes need layers, width and heads")
     if family not in FAMILIES:
         raise UsageError(f"family {family!r} is not known; known: {', '.join(FAMILIES)}")
+    if layers < 1 or heads < 1 or width < 1:
+        raise UsageError(f"layers, width and heads must be at least 1, not {layers}, {width} and {heads}")
     if width % heads:
         raise UsageError(f"width {width} is not divisible by {heads} heads")
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        raise UsageError(f"{heads} heads are not divisible by {kv_heads} key heads")
     gated = family not in _GPT_LIKE
     inner = inner or (-(-(8 * width // 3) // 256) * 256 if gated else 4 * width)
     values = {

@@ -80,8 +80,10 @@ def largest_batch(estimator: Estimator, setup: Setup, budget: int) -> int:
     return _search(lambda n: replace(setup, batch=n), estimator, budget, _MOST_BATCH, 1)
 
 
-def longest_sequence(estimator: Estimator, setup: Setup, budget: int, step: int = 128) -> int:
-    """Longest sequence (a multiple of `step`) that fits `budget` bytes; 0 if none does."""
+def longest_sequence(estimator: Estimator, setup: Setup, budget: int, step: int = 128) -> int | None:
+    """Longest sequence (a multiple of `step`) that fits `budget` bytes; 0 if none does, None where the model fixes its length."""
+    if all(stack.length == "fixed" for stack in estimator.architecture.stacks):
+        return None
     step *= setup.context_parallel
     return _search(lambda n: replace(setup, sequence=n), estimator, budget, _MOST_TOKENS, step)
 

@@ -113,6 +113,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         check_optimizer(self.optimizer)
         if self.gradients not in ("held", "fresh"):
             raise UsageError(f"gradients must be held or fresh, not {self.gradients!r}")
+        if self.optimizer_kernel not in ("fused", "foreach"):
+            raise UsageError(f"optimizer_kernel must be fused or foreach, not {self.optimizer_kernel!r}")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"zero must be 0, 1, 2 or 3, not {self.zero!r}")
         if self.lora_rank < 0:

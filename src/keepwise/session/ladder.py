@@ -4,7 +4,8 @@ A replay takes literals and shapes from the step that runs, so one recording ser
 decision saves. The bytes of activations of a batch are `scale` times the recorded ones: guessed (`sizes`) before the first step of
 its shape, known from the saved tensors after it. The plan for a scale is the one for the recorded step that leaves
 `budget - static` divided by the scale to everything that is not static. Scales are rounded up to powers of 2 ** (1/4), so that a
-loader with hundreds of lengths needs a handful of plans; each is solved when first needed.
+loader with hundreds of lengths needs a handful of plans. Those for smaller batches than the recorded one are solved together when
+the first of another size comes, so that later sizes cost no step more time; those for larger ones when they are first needed.
 
 Where batches of some structure (a mask that the recorded batch lacks) hold more than the plan does, because their step differs, what
 they hold is taken off the room that later plans for that structure have.
@@ -25,10 +26,12 @@ from keepwise.ir import Schedule, Step
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.runtime.program import Program, compile_program
-from keepwise.session.sizes import Key, Sizes, key_of, quadratic_share, shapes_in_words, structure
+from keepwise.session.sizes import MAX_SHAPES, Key, Sizes, key_of, quadratic_share, shapes_in_words, structure
 from keepwise.simulate import simulate
 
 RUNGS_PER_DOUBLING = 4
+MAX_RUNGS = 12
+"""Plans for smaller batches that are made at once."""
 
 
 class Ladder:
@@ -80,11 +83,16 @@ class Ladder:
         if key == self._recorded:
             return self._base[0], key, self._base[1] > self.budget_bytes
         with self._lock:
+            if not self._programs:
+                for rung in range(max(self._lowest, -MAX_RUNGS), 0):
+                    self._programs[rung] = self._plan(2 ** (rung / RUNGS_PER_DOUBLING), rung)
             scale = self._sizes.scale(key)
             extra = self._extra.get(structure(key), 0.0) * scale
             room = self.budget_bytes - self._static
             program, peak = self._program(scale * room / (room - extra) if extra < 0.9 * room else 10 * scale)
             self._peaks[key] = peak
+            if len(self._peaks) > MAX_SHAPES:
+                del self._peaks[next(iter(self._peaks))]
         expected = self._static + int((peak - self._static) * scale + extra)
         over = expected > self.budget_bytes
         if over and not self._warned:

@@ -28,6 +28,8 @@ from keepwise.ir import Step
 Key = tuple[tuple[str, tuple[int, ...]], ...]
 """Place and shape of each tensor in a batch."""
 
+MAX_SHAPES = 4096
+"""Shapes whose scale is remembered: the newest ones."""
 MAX_POINTS = 16
 """Shapes that guesses are made from: the newest ones."""
 
@@ -152,7 +154,10 @@ class Sizes:
         """Remember a scale that was measured."""
         if key == self._recorded:
             return
+        self._known.pop(key, None)
         self._known[key] = scale
+        if len(self._known) > MAX_SHAPES:
+            del self._known[next(iter(self._known))]
         point = growth(self._recorded, key)
         self._points.pop(point, None)
         if point.linear != 1.0:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from keepwise.runtime.hooks import innermost_hooks, pop, push
+
 ours: Any = None
 """The unpack hook by which our pairs are known; set by `watch`."""
 
@@ -60,13 +62,13 @@ def _take_off() -> list[tuple[Any, Any]]:
     """Pop our pairs from the top of the stack, the innermost first."""
     taken: list[tuple[Any, Any]] = []
     while True:
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks()
         if top is None or top[1] is not ours:
             return taken
         taken.append((top[0], top[1]))
-        _autograd._pop_saved_tensors_default_hooks()
+        pop()
 
 
 def _put_back(taken: list[tuple[Any, Any]]) -> None:
     for pack, unpack in reversed(taken):
-        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+        push(pack, unpack)

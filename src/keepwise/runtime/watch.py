@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -24,12 +24,12 @@ from keepwise.runtime import aside
 from keepwise.runtime.calls import storage_key, tensors_out
 from keepwise.runtime.geometry import Geometry
 from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias_in_pack
+from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
 from keepwise.runtime.replay import DroppedSave
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
 
 Tensor = torch.Tensor
-Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
@@ -65,18 +65,18 @@ class Watch(TorchDispatchMode):
         aside.install()
         self.foreign = innermost_hooks()
         self.passes_on = _clones_before_writes(self.foreign)
-        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+        push(self.pack, unpack)
         try:
             return super().__enter__()
         except BaseException:
-            _autograd._pop_saved_tensors_default_hooks()
+            pop()
             raise
 
     def __exit__(self, *exc: Any) -> None:
         try:
             super().__exit__(*exc)
         finally:
-            _autograd._pop_saved_tensors_default_hooks()
+            pop()
             self.ids.clear()
             self.lying.clear()
 
@@ -88,11 +88,11 @@ class Watch(TorchDispatchMode):
             yield
             return
         outer, self.foreign, self.passes_on = self.foreign, top, _clones_before_writes(top)
-        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+        push(self.pack, unpack)
         try:
             yield
         finally:
-            _autograd._pop_saved_tensors_default_hooks()
+            pop()
             self.foreign, self.passes_on = outer, _clones_before_writes(outer)
 
     def view_of(self, t: Tensor) -> int:
@@ -191,12 +191,6 @@ def can_watch() -> bool:
 def foreign_modes() -> frozenset[type]:
     """Dispatch modes around us that are no part of PyTorch's own machinery."""
     return frozenset(type(m) for m in _get_current_dispatch_mode_stack() if not type(m).is_infra_mode())
-
-
-def innermost_hooks() -> Hooks | None:
-    """The pair of hooks that sees what is saved now."""
-    top = _autograd._top_saved_tensors_default_hooks(False)
-    return (top[0], top[1]) if top is not None else None
 
 
 @unseen

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import NO_OP
+from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
 from keepwise.runtime.packing import packed_price
 from keepwise.runtime.unseen import unseen
 from keepwise.trace.admission import same_bytes
@@ -38,7 +39,6 @@ from keepwise.trace.values import Incarnation, TensorObject, ValueTable, storage
 Tensor = torch.Tensor
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 _DETACH = torch.ops.aten.detach.default
 
@@ -69,12 +69,12 @@ class SavedTensors:
 
     def are_innermost(self) -> bool:
         """Whether these hooks see what is saved now."""
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks()
         return top is not None and getattr(top[0], "__self__", None) is self
 
     def other(self) -> Any:
         """The pack hook of somebody else that sees what is saved now; None if there is none."""
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks()
         if top is None or getattr(top[0], "__self__", None) is self:
             return None
         return top[0]
@@ -112,7 +112,7 @@ class SavedTensors:
 
     def model_begins(self) -> bool:
         """The model's forward begins: be innermost (note 5). Whether hooks of the user's were."""
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_hooks()
         if (
             top is None
             or self.are_innermost()
@@ -121,14 +121,14 @@ class SavedTensors:
         ):
             self._outer.append(None)
             return False
-        self._outer.append((top[0], top[1]))
-        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        self._outer.append(top)
+        push(self.pack, self.unpack)
         return True
 
     def model_ends(self) -> None:
         """The model's forward is over, or has failed."""
         if self._outer and self._outer.pop() is not None and self.are_innermost():
-            _autograd._pop_saved_tensors_default_hooks()
+            pop()
 
     # ------------------------------------------------------------------ hooks
 
@@ -267,7 +267,7 @@ class SavedTensors:
         def step_aside(*args: Any) -> None:
             nonlocal aside
             if self.are_innermost():
-                _autograd._pop_saved_tensors_default_hooks()
+                pop()
                 aside = True
                 self.functorch_paths[self._paths.path] = None
             try:
@@ -280,7 +280,7 @@ class SavedTensors:
             nonlocal aside
             if aside:
                 aside = False
-                _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+                push(self.pack, self.unpack)
 
         def step_in() -> None:
             enable()

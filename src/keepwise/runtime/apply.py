@@ -216,7 +216,7 @@ def _subclass(base: type) -> type:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(base.forward, self)
-        runner = _RUNNERS.get(self)
+        runner = None if torch.compiler.is_compiling() else _RUNNERS.get(self)  # a compiler would trace the lookup
         return call(*args, **kwargs) if runner is None else runner.forward(self, call, args, kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:

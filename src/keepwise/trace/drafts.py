@@ -100,8 +100,16 @@ class Visits:
         number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
         key = (id(node), number, torch._C._current_graph_task_id())
         if self.current is None or self.current.key != key:
-            self.current = Visit(key=key, name=node.name(), began=clock)
+            self.current = Visit(key=key, name=_name_of(node), began=clock)
         return self.current
+
+
+def _name_of(node: Any) -> str:
+    """`MmBackward0`; nodes of compiled code have no name in old versions of PyTorch."""
+    try:
+        return node.name()
+    except RuntimeError:
+        return type(node).__name__
 
 
 def current_node() -> Any:

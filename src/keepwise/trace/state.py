@@ -53,6 +53,14 @@ def _numpy() -> Any:
     return sys.modules.get("numpy")
 
 
+def set_version(t: Tensor, version: int) -> None:
+    """Put a version counter back."""
+    try:
+        _autograd._unsafe_set_version_counter((t,), (version,))
+    except TypeError:  # PyTorch before 2.7 takes one tensor at a time
+        _autograd._unsafe_set_version_counter(t, version)
+
+
 class Bytes:
     """Contents of tensors, each storage once (note 1)."""
 
@@ -81,7 +89,7 @@ class Bytes:
                     copy.into(storage)
             for t, version in self._versions:
                 if t._version != version:
-                    _autograd._unsafe_set_version_counter((t,), (version,))
+                    set_version(t, version)
         return changed
 
 

@@ -67,5 +67,5 @@ def test_deeper_by_repetition_is_deeper_by_construction(repeat: ModuleType) -> N
 def test_what_does_not_repeat_is_refused(repeat: ModuleType) -> None:
     with pytest.raises(ValueError, match="nothing repeats"):
         repeat.deepen(recorded(2), 8)
-    with pytest.raises(ValueError, match="has [45] periods already"):
+    with pytest.raises(ValueError, match=r"has [45] periods already"):
         repeat.deepen(recorded(5), 3)

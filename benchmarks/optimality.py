@@ -131,8 +131,9 @@ def brute(number: int, seconds: float) -> tuple[Count, Count]:
     """Graphs of up to 10 forward ops against every schedule of the family; and the bound over all schedules against the same."""
     count = Count(what="random graphs of up to 10 ops: every schedule of the family")
     bound = Count(what="(the bound over all schedules, at the same points)")
+    found = examples(number, 10, lambda s: 1 <= len(reading_nodes(s)) <= 4 and num_choices(s) <= 8)
     until = time.perf_counter() + seconds
-    for step in examples(number, 10, lambda s: 1 <= len(reading_nodes(s)) <= 4 and num_choices(s) <= 8):
+    for step in found:
         if time.perf_counter() > until:
             break
         for best in best_schedules(step, limit=4000):
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     counts = [uniform(30), heterogeneous(40)]
     print(table(counts), file=sys.stderr, flush=True)
-    counts += brute(20 * options.examples, options.brute_seconds)
+    counts += brute(3 * options.examples, options.brute_seconds)
     print(table(counts[2:]), file=sys.stderr, flush=True)
     counts += others(options.examples)
     print(table(counts))

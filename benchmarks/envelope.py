@@ -3,6 +3,8 @@
     python benchmarks/envelope.py --write                       # predicted, default sizes; measured, small sizes
     python benchmarks/envelope.py gpt2 unet --measured none     # predicted only
 
+A target that is measured again replaces its own figures in the results and leaves the others.
+
 *Predicted*: each target's step is recorded once; the judge (`keepwise.simulate`) prices the stock policies (as the planners of the same
 names) and our plans at five budgets and at each policy's own peak. *Measured*: the small size of each target is trained under the
 policies and under our plans (`run.py`), bits compared with the plain step. Peaks are above what exists anyway.
@@ -53,7 +55,8 @@ def recorded(name: str) -> Step:
 def predicted(step: Step) -> dict:
     """Points of the policies, of ours, and of our whole curve: (peak above static in bytes, added seconds as a share of the step)."""
     plain = simulate(step)
-    static, seconds = plain.static_bytes, step.seconds
+    # The duration of the recorded ops: that of the recorded step holds the recording too.
+    static, seconds = plain.static_bytes, sum(op.seconds for op in step.ops)
     began = time.perf_counter()
     floor = plan_floor(step)
     low, high = floor.floor_bytes, plain.peak_bytes
@@ -101,10 +104,9 @@ def predicted(step: Step) -> dict:
     }
 
 
-def measured(name: str, pairs: int) -> tuple[list[Row], str]:
+def measured(name: str, pairs: int) -> list[Row]:
     """The small size trained under each stock policy and under ours at the same peaks and at the smallest."""
-    rows, _ = compare(f"{name}-tiny", ["none", "full", "every2", "selective"], [], pairs)
-    return rows, table(f"{name}-tiny", rows, pairs)
+    return compare(f"{name}-tiny", ["none", "full", "every2", "selective"], [], pairs)[0]
 
 
 def markdown(found: dict[str, dict]) -> str:
@@ -173,22 +175,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/envelope.json, .md and .svg")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    found: dict[str, dict] = {}
-    texts: list[str] = []
+    file = FOLDER / "envelope.json"
+    found: dict[str, dict] = json.loads(file.read_text()) if options.write and file.exists() else {}
     for name in options.targets:
         began = time.perf_counter()
+        before = found.get(name, {})
         found[name] = predicted(recorded(name))
         print(f"{name}: predicted in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        found[name]["measured"] = before.get("measured", [])
         if options.measured == "tiny":
-            rows, text = measured(name, options.pairs)
-            found[name]["measured"] = [asdict(r) for r in rows]
-            texts.append(text)
+            found[name]["measured"] = [asdict(r) for r in measured(name, options.pairs)]
+        texts = [
+            table(f"{n}-tiny", [Row(**r) for r in f["measured"]], options.pairs)
+            for n, f in found.items()
+            if f["measured"]
+        ]
         if options.write:
             FOLDER.mkdir(exist_ok=True)
-            (FOLDER / "envelope.json").write_text(json.dumps(found, indent=1) + "\n")
+            file.write_text(json.dumps(found, indent=1) + "\n")
             (FOLDER / "envelope.md").write_text("\n\n".join([markdown(found), *texts]) + "\n")
             (FOLDER / "envelope.svg").write_text(drawing(found))
-    print("\n\n".join([markdown(found), *texts]))
+    print(markdown(found))
     return 0
 
 

@@ -73,6 +73,11 @@ def deepen(step: Step, periods: int) -> Step:
     return _Deeper(step, periods).run()
 
 
+def periods_of(step: Step) -> int:
+    """How often the block of a step repeats; a first or last block that differs (no gradient of its input) does not count."""
+    return _Deeper(step, None).count
+
+
 def _longest_run(tokens: Sequence[object], begin: int) -> _Run:
     """The repetition that covers most; of nearly equal ones that with the shortest period."""
     best = _Run(start=begin, period=1, count=0)
@@ -114,7 +119,7 @@ def _count_versions(ops: list[Op], values: list[Value], storages: list[Storage],
 
 
 class _Deeper:
-    def __init__(self, step: Step, periods: int) -> None:
+    def __init__(self, step: Step, periods: int | None) -> None:
         self.step = step
         shapes = [
             (op.target, op.signature, tuple((step.values[v].shape, step.values[v].dtype) for v in op.outputs))
@@ -129,7 +134,7 @@ class _Deeper:
         # Backward undoes the last period first: both lose what is too much at the end of the model where they begin.
         self.forward = _Run(start=forward.start, period=forward.period, count=count)
         self.backward = _Run(start=backward.start, period=backward.period, count=count)
-        self.more = periods - count
+        self.more = 0 if periods is None else periods - count
         if self.more < 0:
             raise ValueError(f"the step has {count} periods already")
         self.count = count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from keepwise.runtime import digest as digests
 from keepwise.runtime.digest import bytes_of, digest, strong_digest
 
 
@@ -40,3 +41,18 @@ def test_any_flipped_bit_place_shape_or_dtype_changes_it(how: object, dtype: tor
     assert how(square) != how(square.roll(1, 0))
     assert how(torch.tensor(0.0)) != how(torch.tensor(-0.0))
     assert how(torch.zeros(0)) != how(torch.zeros(0, dtype=torch.int32))
+
+
+def test_the_mix_is_what_it_says() -> None:
+    """Against whole numbers of Python, a misaligned beginning and a short last row included."""
+    columns = [int(c) % 2**64 for c in digests._columns(torch.device("cpu"))]
+    assert all(c % 2 for c in columns)
+    for start, size in ((0, 8192), (3, 8192 + 8), (8, 3 * 8192 + 5), (0, 7)):
+        flat = torch.randint(0, 256, (start + size,), dtype=torch.uint8)[start:]
+        raw = bytes(flat.tolist()) + bytes(-size % 8192)
+        total = 0
+        for row in range(len(raw) // 8192):
+            words = [int.from_bytes(raw[8192 * row + 8 * j :][:8], "little") for j in range(1024)]
+            place = ((row * -7046029254386353131) % 2**64) ^ (row << 17) | 1
+            total += sum(w * c for w, c in zip(words, columns, strict=True)) * place
+        assert digests._mix(flat) == total % 2**64

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from keepwise.ir import Step
 from keepwise.plan import get_planner
@@ -55,7 +56,9 @@ def test_frontier_is_monotone_and_judged(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_named_planner_is_faster_at_its_own_peak(name: str) -> None:
     step = FAMILIES[name]()
-    for planner in (*NAMED, "none", "every:3", "recompute_everything"):
+    paths = list(dict.fromkeys(op.path for op in step.ops if op.path and op.phase == "forward"))
+    boundaries = ["boundaries:" + ",".join(paths[::k]) for k in (2, 5)] if paths else []
+    for planner in (*NAMED, "none", "every:5", *boundaries):
         other = simulate(step, get_planner(planner).plan(step, None))
         result = plan_optimal(step, other.peak_bytes)
         assert result.status is not Status.INFEASIBLE, planner
@@ -72,6 +75,55 @@ def test_random_steps_at_every_fifth_of_the_range(step: Step) -> None:
         check(step, result)
         assert result.status is not Status.INFEASIBLE
     assert workbench(step).refused == 0
+
+
+@given(steps.random_steps(max_ops=12), st.permutations(range(6)))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_steps_in_any_order_of_budgets(step: Step, order: list[int]) -> None:
+    """What was found for one budget serves the others: asked again, the answers are monotone."""
+    floor = plan_floor(step)
+    low, high = floor.floor_bytes, floor.plain_peak_bytes
+    for i in order:
+        check(step, plan_optimal(step, low + (high - low) * i // 5))
+    results = frontier(step, points=6)
+    for result in results:
+        check(step, result)
+        again = plan_optimal(step, result.budget_bytes)
+        assert again.added_seconds <= result.added_seconds + 1e-9
+    for less, more in itertools.pairwise(results):
+        assert less.peak_bytes <= more.peak_bytes
+        assert less.added_seconds >= more.added_seconds - 1e-9
+        assert less.bound_seconds >= more.bound_seconds - 1e-9
+
+
+@given(steps.random_steps(max_ops=16), st.sampled_from([*NAMED, "none"]))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_steps_under_named_planners(step: Step, name: str) -> None:
+    """At its own peak no named planner is faster."""
+    other = simulate(step, get_planner(name).plan(step, None))
+    result = plan_optimal(step, other.peak_bytes)
+    assert result.status is not Status.INFEASIBLE
+    assert result.added_seconds <= other.added_seconds + 1e-9
+
+
+def test_boundaries_anywhere_in_random_steps_are_hardly_ever_better() -> None:
+    """Cuts at arbitrary ops lie outside of the family; see `benchmarks/optimality.py` for more of them."""
+    better: list[bool] = []
+
+    @given(steps.random_steps(max_ops=16), st.data())
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def compare(step: Step, data: st.DataObject) -> None:
+        paths = sorted({op.path for op in step.ops if op.path and op.phase == "forward"})
+        if not paths:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=3, unique=True))
+        other = simulate(step, get_planner("boundaries:" + ",".join(chosen)).plan(step, None))
+        result = plan_optimal(step, other.peak_bytes)
+        better.append(result.status is Status.INFEASIBLE or result.added_seconds > other.added_seconds + 1e-9)
+
+    compare()
+    assert len(better) >= 50
+    assert sum(better) <= 0.05 * len(better)
 
 
 def test_below_the_floor_is_a_result_that_names_what_binds() -> None:

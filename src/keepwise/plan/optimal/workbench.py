@@ -24,7 +24,7 @@ _KEY = "_optimal_workbench"
 TINY = 1e-9
 """Seconds that count as none."""
 
-NAMED = ("full", "every:2", "sqrt", "recursive", "selective")
+NAMED = ("full", "every:2", "every:3", "every:4", "sqrt", "recursive", "selective", "recompute_everything")
 """Planners whose schedules are candidates at every budget."""
 
 MAX_NAMED_OPS = 20_000

@@ -67,10 +67,12 @@ class Bytes:
     def __init__(self, tensors: Iterable[Tensor], *, to_disk: bool = True) -> None:
         self._saved: dict[int, tuple[Tensor, Copy]] = {}
         self._versions: list[tuple[Tensor, int]] = []
+        self._shapes: list[tuple[Tensor, torch.Size, tuple[int, ...], int]] = []
         for t in tensors:
             if not can_spill(t):
                 continue
             storage = t.untyped_storage()
+            self._shapes.append((t, t.shape, t.stride(), int(t.storage_offset())))
             if not t.is_inference():
                 self._versions.append((t, t._version))
             if storage._cdata not in self._saved:
@@ -82,11 +84,14 @@ class Bytes:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for t, copy in self._saved.values():
                 storage = t.untyped_storage()
-                if storage.nbytes() != copy.nbytes:
+                if storage.nbytes() != copy.nbytes:  # a tensor that shows more than its storage holds would write elsewhere
                     storage.resize_(copy.nbytes)
                 if not copy.equals(storage):
                     changed += 1
                     copy.into(storage)
+            for t, shape, stride, offset in self._shapes:
+                if t.shape != shape or t.stride() != stride or t.storage_offset() != offset:
+                    t.data = t.detach().as_strided(shape, stride, offset)
             for t, version in self._versions:
                 if t._version != version:
                     set_version(t, version)

@@ -84,12 +84,12 @@ class Bytes:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for t, copy in self._saved.values():
                 storage = t.untyped_storage()
-                if storage.nbytes() != copy.nbytes:  # a tensor that shows more than its storage holds would write elsewhere
+                if storage.nbytes() != copy.nbytes:
                     storage.resize_(copy.nbytes)
                 if not copy.equals(storage):
                     changed += 1
                     copy.into(storage)
-            for t, shape, stride, offset in self._shapes:
+            for t, shape, stride, offset in self._shapes:  # one that shows more than its storage holds would write elsewhere
                 if t.shape != shape or t.stride() != stride or t.storage_offset() != offset:
                     t.data = t.detach().as_strided(shape, stride, offset)
             for t, version in self._versions:

@@ -89,7 +89,8 @@ class Bytes:
                 if not copy.equals(storage):
                     changed += 1
                     copy.into(storage)
-            for t, shape, stride, offset in self._shapes:  # one that shows more than its storage holds would write elsewhere
+            # What shows more than its storage holds would write elsewhere.
+            for t, shape, stride, offset in self._shapes:
                 if t.shape != shape or t.stride() != stride or t.storage_offset() != offset:
                     t.data = t.detach().as_strided(shape, stride, offset)
             for t, version in self._versions:

@@ -437,8 +437,41 @@ def test_a_fault_of_the_solver_falls_back_to_a_named_plan(monkeypatch: pytest.Mo
 
 def test_settings_without_effect_warn() -> None:
     model, x = stack(depth=2)
-    with pytest.warns(UserWarning, match="in_flight"):
-        keepwise.fit(model, x, loss=loss, budget="max", in_flight=2)
+    with pytest.warns(UserWarning, match="host_budget"):
+        keepwise.fit(model, x, loss=loss, budget="max", host_budget="1GiB")
+
+
+def test_micro_batches_in_flight_count() -> None:
+    """Four forward passes before the first backward: as a step of that form is measured, so it is predicted for one."""
+    model, x = stack(depth=4)
+
+    def all_forward_first() -> None:
+        plan.apply(model)
+        model.zero_grad(set_to_none=False)
+        for value in [loss(model(x)) for _ in range(4)]:
+            value.backward()
+        plan.remove()
+
+    peaks = []
+    for n in (1, 4):
+        plan = keepwise.fit(model, x, loss=loss, budget="min", in_flight=n)
+        peaks.append(plan.peak_bytes - plan.static_bytes)
+        assert peaks[-1] < plan.plain_peak_bytes - plan.static_bytes
+        plan.remove()
+    all_forward_first()  # gradients are there from now on
+    assert allocator_peak(all_forward_first) <= 1.01 * peaks[-1]
+    assert peaks[0] < peaks[1] < 4 * peaks[0]
+
+
+def test_the_weight_cache_of_autocast_is_as_a_step_finds_it() -> None:
+    model, x = stack(depth=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = keepwise.fit(
+            model, x, loss=lambda out: out.float().square().mean(), planner="recompute_everything", budget="max"
+        )
+        model(x).float().square().mean().backward()
+    assert plan.stats.num_deviations == 0
+    assert plan.stats.num_dropped > 0
 
 
 def test_fit_keeps_its_proof() -> None:
@@ -560,3 +593,11 @@ def test_batches_that_take_another_path_have_a_plan_of_their_own(budget: str, tm
         assert plan.stats.num_dropped or budget != "min"
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_what_the_loss_saves_of_the_output_counts() -> None:
+    """`square` saves its argument before it runs: just after the model's last op, and outside of its forward."""
+    model, x = stack(depth=4)
+    plan = keepwise.fit(model, x, loss=loss, budget="min")
+    outside = [d for d in plan.decisions if "PowBackward0" in d.saved_by]
+    assert [d.kind for d in outside] == ["keep"]

@@ -90,7 +90,7 @@ def fit(
         optimizer: an instance or a class: its state and its `step()` count in the peak.
         batches: several representative batches, largest first: one plan set for all of them, proved on each shape.
         grads: `"held"`: gradient buffers exist during the whole step; `"fresh"`: they appear in backward.
-        in_flight: micro-batches whose forward runs before the first backward.
+        in_flight: micro-batches whose forward runs before the first backward: what each of them leaves for its backward counts.
         host_budget: host memory for offloaded tensors; None: no offload.
         disk: folder for the trace's spilled tensors; by default the system's temporary folder.
         planner: a name or an object with `plan(step, budget_bytes) -> Schedule`.
@@ -122,9 +122,8 @@ def fit(
         cache=cache,
     )
     check_pins(pin)
-    for name, value, default in (("in_flight", in_flight, 1), ("host_budget", host_budget, None)):
-        if value != default:
-            warnings.warn(f"keepwise.fit: {name}= has no effect yet; the plan does not use it", stacklevel=2)
+    if host_budget is not None:
+        warnings.warn("keepwise.fit: host_budget= has no effect yet: nothing is offloaded", stacklevel=2)
     if disk is not None:
         ARENA.folder = os.fspath(disk)
     if not isinstance(model, nn.Module):
@@ -194,8 +193,8 @@ def fit(
                 "the step ran no backward, so nothing reads what was saved and nothing is planned: let step= call backward"
             )
         if step is None:
-            recorded = only_inside_forward(recorded, traced.recording.calls)
-        recorded = apply_pins(recorded, pin)
+            recorded = only_inside_forward(recorded, traced.recording.inside)
+        recorded = msgspec.structs.replace(apply_pins(recorded, pin), in_flight=in_flight)
         forced = recomputed_by_pins(recorded, pin)
         plain = simulate(recorded)
         expected, generators = traced_observation(traced), generators_of(traced)
@@ -315,6 +314,7 @@ def fit(
         raise
     finally:
         afterwards.close()
+        torch.clear_autocast_cache()  # else the next step under the same `with torch.autocast` would begin with weights that are cast
     if strays:
         try:
             variants = [

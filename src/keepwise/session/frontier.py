@@ -95,7 +95,7 @@ def frontier(
     )
     recorded = traced.recording.step
     if step is None:
-        recorded = only_inside_forward(recorded, traced.recording.calls)
+        recorded = only_inside_forward(recorded, traced.recording.inside)
     if progress:
         progress(f"solving for {points} budgets")
     found = solve_frontier(recorded, points)

@@ -10,13 +10,14 @@ from keepwise.trace import Traced
 OUTSIDE = "saved outside of model.forward, where the plan does not reach (pass the whole step as step=, and run later ones in `with plan:`)"
 
 
-def only_inside_forward(step: Step, calls: tuple[range, ...]) -> Step:
-    """Mark what is saved outside of the model's forward as kept: there the runtime watches nothing."""
-    outside = {
-        step.values[save.value].storage
-        for save in step.saves
-        if not any(call.start < save.at <= call.stop or call.start <= save.at < call.stop for call in calls)
-    }
+def only_inside_forward(step: Step, inside: tuple[range, ...]) -> Step:
+    """Mark what is saved outside of the model's forward as kept: there the runtime watches nothing.
+
+    Args:
+        step: the recorded step.
+        inside: `Recording.inside`.
+    """
+    outside = {step.values[save.value].storage for save in step.saves if not any(save.index in call for call in inside)}
     if not outside:
         return step
     storages = tuple(

@@ -30,8 +30,8 @@ class Recording:
     step: Step
     result: Any
     """What `run` returned."""
-    calls: tuple[range, ...] = ()
-    """Moments of each call of the model's forward: first op to one past the last."""
+    inside: tuple[range, ...] = ()
+    """Indices of what was saved in each call of the model's forward."""
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
     """The user's own generators that were drawn from, with their states before the first draw."""
     functorch_paths: tuple[str, ...] = ()
@@ -86,13 +86,13 @@ def record(
 
     def on_root(begins: bool) -> None:
         if begins:
-            calls.append([len(recorder.ops), -1])
+            calls.append([len(recorder.saved.saves), -1])
             if recorder.saved.model_begins():
                 recorder.foreign_hooks[""] = None
             return
         recorder.saved.model_ends()
         if calls:
-            calls[-1][1] = len(recorder.ops)
+            calls[-1][1] = len(recorder.saved.saves)
 
     paths.on_root = on_root
     began = time.perf_counter()
@@ -107,7 +107,7 @@ def record(
     return Recording(
         step=assemble(recorder, device=str(where), seconds=max(wall - overhead, 0.0)),
         result=result,
-        calls=tuple(range(a, b if b >= 0 else len(recorder.ops)) for a, b in calls),
+        inside=tuple(range(a, b if b >= 0 else len(recorder.saved.saves)) for a, b in calls),
         generators=tuple(recorder.generators.values()),
         functorch_paths=tuple(recorder.functorch_paths),
         compiled=compiled_regions(model) if model is not None else (),

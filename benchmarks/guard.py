@@ -72,11 +72,13 @@ def main() -> int:
         samples: dict[str, list[float]] = {k: [] for k in steps}
         for step in steps.values():
             step()
+        order = list(steps)
         for _ in range(options.pairs):
-            for key, step in steps.items():
+            order = [*order[1:], order[0]]  # nobody always comes after the same one
+            for key in order:
                 gc.collect()
                 began = time.perf_counter()
-                step()
+                steps[key]()
                 samples[key].append(time.perf_counter() - began)
         for key in steps:
             ratios = sorted(a / b for a, b in zip(samples[key], samples["plain"], strict=True))

@@ -245,3 +245,16 @@ def test_a_tracer_sees_the_model_as_it_is() -> None:
     exported = torch.export.export(model, (x,))
     assert torch.equal(exported.module()(x), model(x))
     twice(plan, lambda: step(model, x))
+
+
+def test_counters_by_their_plain_names() -> None:
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    step(model, x)
+    stats = plan.stats
+    assert stats.dropped == stats.num_dropped > 0
+    assert stats.replayed >= sum(d.kind == "recompute" for d in plan.decisions)
+    assert stats.ops_replayed == sum(len(w.ops) for w in plan.schedule.windows)
+    assert stats.seconds > 0
+    assert stats.deviations == 0
+    assert not stats.over_budget

@@ -271,7 +271,7 @@ class WindowRun:
         finally:
             for run in fetched.values():
                 run._clear()
-        self.stats.add_replay(len(calls), time.perf_counter() - began)
+        self.stats.add_replay(len(empty), len(calls), time.perf_counter() - began)
 
     def _run_all(self, calls: list[Call], again: bool) -> None:
         env: dict[int, Tensor] = {}

@@ -22,6 +22,8 @@ class StepStats:
     """Bytes of the storages of dropped saved tensors, each storage once a window."""
     num_replays: int = 0
     """Windows replayed."""
+    num_replayed: int = 0
+    """Tensors that replays made for those who read them: saved tensors, and what windows inside of a window read."""
     num_ops_replayed: int = 0
     replay_seconds: float = 0.0
     num_deviations: int = 0
@@ -50,10 +52,36 @@ class StepStats:
     """Views whose replay differs from the original."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add_replay(self, num_ops: int, seconds: float) -> None:
+    @property
+    def dropped(self) -> int:
+        """Saved tensors that were dropped."""
+        return self.num_dropped
+
+    @property
+    def replayed(self) -> int:
+        """Tensors that were replayed."""
+        return self.num_replayed
+
+    @property
+    def ops_replayed(self) -> int:
+        """Ops that were replayed."""
+        return self.num_ops_replayed
+
+    @property
+    def seconds(self) -> float:
+        """Time that replays took."""
+        return self.replay_seconds
+
+    @property
+    def deviations(self) -> int:
+        """Saved tensors kept because the step differed from the recorded one."""
+        return self.num_deviations
+
+    def add_replay(self, num_tensors: int, num_ops: int, seconds: float) -> None:
         """Count one replay."""
         with self.lock:
             self.num_replays += 1
+            self.num_replayed += num_tensors
             self.num_ops_replayed += num_ops
             self.replay_seconds += seconds
 

@@ -234,7 +234,7 @@ def hooks_that_resize() -> Case:
     return case(model, torch.randn(4, 8))
 
 
-@MUTATION.add("NumPy writes the argument's memory between the blocks")
+@MUTATION.add("NumPy writes the argument's memory between the blocks", may_drop_nothing=True)
 def numpy_writes_between_blocks() -> Case:
     class Net(Stack):
         def forward(self, x: torch.Tensor) -> Any:

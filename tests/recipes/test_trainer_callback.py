@@ -129,7 +129,7 @@ def test_a_handful_of_plans_serve_all_lengths(tmp_path) -> None:
     shapes = {max(lengths[k : k + 4]) for k in range(0, len(lengths), 4)}
     assert len(shapes) > 12
     assert callback.plan is not None
-    assert 2 <= callback.plan.runner.chooser.num_plans <= 6  # type: ignore[union-attr]
+    assert 2 <= callback.plan.runner.chooser.num_plans <= 8  # type: ignore[union-attr]
     assert callback.num_replans == 0
 
 

@@ -48,7 +48,9 @@ def test_all_of_a_model_and_the_smallest_peak() -> None:
     model, x = stack()
     free = keepwise.fit(model, x, loss=loss, budget="min", verify=False)
     plan = keepwise.fit(model, x, loss=loss, budget="min", pin={"blocks.*": "recompute"}, verify=False)
-    assert kinds(plan, "blocks") == {"recompute"}
+    assert [d.saved_by for d in plan.decisions if d.kind == "keep"] == [
+        "PowBackward0"
+    ]  # the loss's, outside of the model
     assert plan.peak_bytes <= free.peak_bytes * 1.1
 
 

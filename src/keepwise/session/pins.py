@@ -14,6 +14,7 @@ import msgspec
 from keepwise._errors import UsageError
 from keepwise.ir import Step
 from keepwise.plan.droppable import keep_reasons
+from keepwise.session.step_facts import OUTSIDE
 
 ACTIONS = ("keep", "recompute", "offload")
 
@@ -61,7 +62,9 @@ def apply_pins(step: Step, pin: Mapping[str, str] | None) -> Step:
 
 
 def recomputed_by_pins(step: Step, pin: Mapping[str, str] | None) -> frozenset[int]:
-    """Storages that the user wants recomputed. What exists in any case is left out: dropping it frees nothing.
+    """Storages that the user wants recomputed.
+
+    What exists in any case is left out (dropping it frees nothing), and what the loss saves of the model's output (no plan reaches it).
 
     Args:
         step: as `apply_pins` returned it.
@@ -77,7 +80,9 @@ def recomputed_by_pins(step: Step, pin: Mapping[str, str] | None) -> frozenset[i
         found = [
             s
             for s in _matched(step, pattern)
-            if not step.storages[s].category.is_static and step.storages[s].held_until < step.storages[s].saved_until
+            if not step.storages[s].category.is_static
+            and step.storages[s].held_until < step.storages[s].saved_until
+            and step.storages[s].keep_reason != OUTSIDE
         ]
         reasons = keep_reasons(step)
         refused = [s for s in found if reasons[s]]

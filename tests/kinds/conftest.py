@@ -1,4 +1,4 @@
-"""One thread, and the global state of torch as it was."""
+"""One thread, and the global state of torch as it was; no process group stays behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group_ends() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

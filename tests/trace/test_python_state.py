@@ -106,6 +106,7 @@ def test_all_of_it_is_as_before() -> None:
     assert picture(model) == before
     assert {name: id(value) for name, value in vars(model).items()} == ids
     assert (total, calls) == (0, [])
+    assert [note for note in plan.notes if note.startswith("hooks of a ran in the recorded steps")]
     model(x).sum().backward()
     assert (total, model.count, model.own.count) == (1, 1, 1)
     assert plan.stats.num_dropped > 0

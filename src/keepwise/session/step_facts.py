@@ -57,4 +57,9 @@ def notes_of(traced: Traced) -> list[str]:
     if traced.left:
         shown = ", ".join(traced.left[:4]) + (", ..." if len(traced.left) > 4 else "")
         notes.append(f"iterators cannot be put back: the recorded steps may have moved on {shown}")
+    if traced.hooked:
+        notes.append(
+            f"hooks of {listed(traced.hooked)} ran in the recorded steps: what they hold is put back, "
+            "what they write to globals or files is not"
+        )
     return notes

@@ -44,6 +44,8 @@ class Traced:
     """Storages of parameters and buffers that the two steps had changed and that were put back."""
     left: tuple[str, ...]
     """Attributes that a step may change and that cannot be put back."""
+    hooked: tuple[str, ...]
+    """Modules with hooks, which ran."""
     seconds: float
     """Duration of all of it."""
 
@@ -137,6 +139,7 @@ def trace_steps(
         admission=admission,
         num_changed=changed[0],
         left=tuple(attributes.left),
+        hooked=tuple(attributes.hooked),
         seconds=time.perf_counter() - began,
     )
 

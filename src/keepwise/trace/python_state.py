@@ -33,6 +33,7 @@ _MIRRORS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": frozenset(("_static_graph_delay_allreduce_enqueued",))
 }
 """Class -> attributes of note 4."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MAX_THINGS = 200_000
 """So many objects are visited at most."""
 
@@ -43,11 +44,13 @@ class PythonState:
     Attributes:
         tensors: tensors met on the way that are neither parameters nor buffers; their contents are for the caller to save.
         left: paths of attributes that a step may change and that cannot be put back (note 3).
+        hooked: paths of modules with hooks; what those write to globals is out of reach.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.tensors: list[Tensor] = []
         self.left: list[str] = []
+        self.hooked: list[str] = []
         self._undo: list[PutBack] = []
         self._seen: set[int] = set()
         self._held: list[Any] = []
@@ -55,7 +58,8 @@ class PythonState:
         self._stack: list[tuple[Any, str]] = []
         modules = list(model.named_modules()) if model is not None else []
         self._packages = {type(m).__module__.partition(".")[0] for _, m in modules} - _LIBRARIES | {"__main__"}
-        self._stack.extend((m, name) for name, m in reversed(modules))
+        for name, module in modules:  # before what they hold, so that each is met by its own path
+            self._visit(module, name)
         while self._stack and len(self._seen) < MAX_THINGS:
             self._visit(*self._stack.pop())
 
@@ -79,6 +83,8 @@ class PythonState:
         if thing is None or isinstance(thing, (str, int, float, complex, bytes, type, types.ModuleType)):
             return None
         if isinstance(thing, nn.Module):
+            if any(thing.__dict__.get(name) for name in _HOOKS):
+                self.hooked.append(path)
             return self._attributes(thing, path)
         if isinstance(thing, Tensor):
             self.tensors.append(thing)

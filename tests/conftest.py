@@ -1,4 +1,7 @@
-"""Property tests: the same examples in every run, unless `HYPOTHESIS_PROFILE=search` asks for new ones (`make test-all` does)."""
+"""Property tests: the same examples in every run, unless `HYPOTHESIS_PROFILE=search` asks for new ones (`make test-all` does).
+
+Results are written into memory of dead ones from one byte on, not from 64 KiB on: the tensors of tests are small.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ import os
 
 from hypothesis import settings
 
+import keepwise.runtime.reuse
+import keepwise.simulate.spare
+
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("search", derandomize=False, database=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+keepwise.runtime.reuse.MIN_BYTES = 1
+keepwise.simulate.spare.MIN_BYTES = 1

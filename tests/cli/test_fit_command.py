@@ -38,7 +38,7 @@ def test_json_is_one_object_whatever_the_model_prints(keepwise, target):
     groups = found["groups"]
     for kind in ("keep", "recompute"):
         assert sum(g["nbytes"][kind] for g in groups) == found["nbytes"][kind]
-    assert sum(g["replay_seconds"] for g in groups) == pytest.approx(found["added_seconds"])
+    assert sum(g["replay_seconds"] for g in groups) == pytest.approx(found["replay_seconds"])
     for column, peak in (("plain_bytes", "plain_peak_bytes"), ("plan_bytes", "peak_bytes")):
         assert sum(c[column] for c in found["categories"]) == found[peak]
 

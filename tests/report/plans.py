@@ -45,6 +45,10 @@ class Made:
         return self.timeline.added_seconds
 
     @property
+    def replay_seconds(self) -> float:
+        return self.timeline.added_seconds
+
+    @property
     def step_seconds(self) -> float:
         return self.step.seconds
 

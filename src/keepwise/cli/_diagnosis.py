@@ -115,7 +115,7 @@ def _time(report: Report) -> list[Finding]:
     found = [
         Finding(
             question=TIME,
-            what=f"Replays add {show_seconds(report.added_seconds)}, {show_percent(report.added_seconds, seconds)} of a step; "
+            what=f"The plan adds {show_seconds(report.added_seconds)}, {show_percent(report.added_seconds, seconds)} of a step; "
             f"no plan that was searched adds less than {bound}.",
             remedy="a larger budget: `keepwise frontier` shows where the knee is" if slow else "",
         )
@@ -125,7 +125,7 @@ def _time(report: Report) -> list[Finding]:
         for op, _, taken in group.replayed:
             if op != VIEWS:
                 ops[op] += round(1e9 * taken)
-    if report.added_seconds > 0:
+    if report.replay_seconds > 0:
         listed = ", ".join(f"{op} {show_seconds(n / 1e9)}" for op, n in ops.most_common(4))
         modules = sorted(report.groups, key=lambda g: -g.replay_seconds)[:3]
         where = ", ".join(f"{g.name} {show_seconds(g.replay_seconds)}" for g in modules if g.replay_seconds)

@@ -6,6 +6,20 @@ Plain data, versioned JSON, no framework. Start with `step.py`, then `schedule.p
 from __future__ import annotations
 
 from keepwise.ir.schedule import Schedule, Window
+from keepwise.ir.spare import Spare
 from keepwise.ir.step import NO_OP, Category, Op, Phase, Read, Save, Step, Storage, Value
 
-__all__ = ["NO_OP", "Category", "Op", "Phase", "Read", "Save", "Schedule", "Step", "Storage", "Value", "Window"]
+__all__ = [
+    "NO_OP",
+    "Category",
+    "Op",
+    "Phase",
+    "Read",
+    "Save",
+    "Schedule",
+    "Spare",
+    "Step",
+    "Storage",
+    "Value",
+    "Window",
+]

@@ -138,6 +138,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: int
     step_seconds: float
     added_seconds: float
+    """What the plan adds to a step: its replays, less what using memory again saves."""
+    replay_seconds: float
     bound_seconds: float
     gap: float
     device: str

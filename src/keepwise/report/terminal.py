@@ -86,11 +86,11 @@ def print_groups(report: Report, console: Console) -> None:
             *cells(counts, nbytes, sum(g.replay_seconds for g in rest)),
             Text("all are in --report", style="dim"),
         )
-    share = show_percent(report.added_seconds, report.step_seconds)
+    share = show_percent(report.replay_seconds, report.step_seconds)
     table.add_section()
     table.add_row(
         "all",
-        *cells(report.num_tensors, report.nbytes, report.added_seconds),
+        *cells(report.num_tensors, report.nbytes, report.replay_seconds),
         Text(share if narrow else f"{share} of the step, in {report.num_replays} replays"),
         style="bold",
     )

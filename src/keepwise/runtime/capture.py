@@ -44,11 +44,13 @@ class Call:
         "hold_places",
         "holds",
         "kwargs",
+        "makes",
         "outs",
         "owns",
         "places",
         "random",
         "sources",
+        "spare_bytes",
         "where",
         "writes",
     )
@@ -68,6 +70,7 @@ class Call:
         hold_places: list[tuple[Any, Any]] | None = None,
         random: RandomState | None = None,
         writes: tuple[int, ...] = (),
+        spare_bytes: int = 0,
     ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.places = places
@@ -89,6 +92,10 @@ class Call:
         """Whether gradients were recorded: some kernels make more results then."""
         self.form: Form | None = None
         """How to write the result into given memory, if that is possible."""
+        self.makes = False
+        """Whether its results have memory of their own, worth using again."""
+        self.spare_bytes = spare_bytes
+        """Dead memory that may be held while it is replayed."""
         self.frees: tuple[int, ...] = ()
         self.writes = writes
         """Views made by the same run that it writes."""

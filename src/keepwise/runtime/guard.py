@@ -17,6 +17,8 @@ Notes:
 6. Where an op that only reads is wired otherwise than recorded (a mask in some batches only, a skipped layer), it is captured with
    what it really got: an argument that its run makes is made again, any other is held, like a leaf. Held is only what plain
    autograd could not let be overwritten either, or what records no gradient: else a write after forward would raise here and not there.
+7. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
+   Not where another dispatch mode is around ours: it would see other ops than the user's.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise.runtime.calls import (
     device_of,
@@ -44,7 +47,8 @@ from keepwise.runtime.holding import Namer, alias, version_of
 from keepwise.runtime.packing import pack
 from keepwise.runtime.packing import unpack as expand
 from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
-from keepwise.runtime.replay import DroppedSave, WindowRun, protect
+from keepwise.runtime.replay import DroppedSave, Loans, WindowRun, protect
+from keepwise.runtime.reuse import Recycler, result_geometry
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
@@ -76,6 +80,18 @@ class Guard(Watch):
         """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
         self.strange: set[int] = set()
         """Storages of results of ops that the recording does not know; only for the statistics."""
+        self.recycler: Recycler | None = None
+        """Memory of dead results (note 7)."""
+        self.loans = Loans()
+
+    def __enter__(self) -> Any:
+        if not _get_current_dispatch_mode_stack():
+            self.recycler = Recycler()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self.recycler = None
+        super().__exit__(*exc)
 
     def restart(self) -> None:
         """A new forward pass begins: nothing of the last one is continued."""
@@ -83,6 +99,9 @@ class Guard(Watch):
         self._new_frame()
 
     def _new_frame(self) -> None:
+        self.loans = Loans()
+        if self.recycler is not None:
+            self.recycler.clear()
         self.runs = [None] * len(self.runs)
         self.pending = {}
         self.counted = set()
@@ -94,6 +113,8 @@ class Guard(Watch):
         if types and has_subclass(types):
             return NotImplemented  # the plain ops that it consists of come next
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
+            if self.recycler is not None:
+                self.recycler.clear()
             return self._unwatched(func, args, kwargs)
         self.stats.num_ops += 1
         place = self.place
@@ -105,6 +126,8 @@ class Guard(Watch):
             if entry is None:
                 if func is _DETACH and _graph_task() != -1:  # autograd's own, of what our unpack gave it
                     return func(*args, **(kwargs or {}))
+                if self.recycler is not None:
+                    self.recycler.trim(0)
                 self.stats.num_unknown_ops += 1
                 self.stats.differs(f"{func}, which the recorded step does not have here")
                 self.last = (self.last[1], func)
@@ -117,9 +140,37 @@ class Guard(Watch):
         self.place = entry.index + 1
         if entry.is_checked:
             return self._checked(entry, func, args, kwargs)
-        result = func(*args, **(kwargs or {}))
+        result = self._call(entry, func, args, kwargs)
         self.bind(entry.outs, result, made=False)
         return result
+
+    def _call(self, entry: OpEntry, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, into the memory of dead results where there is some (note 7)."""
+        recycler = self.recycler
+        if recycler is None or _graph_task() != -1:
+            return func(*args, **(kwargs or {}))
+        room, into = None, entry.into
+        if into is not None and recycler.handles:
+            geometry = result_geometry(func, args, kwargs)
+            room = recycler.take(geometry[0], None, geometry[1]) if geometry is not None else None
+        recycler.trim(entry.spare_bytes)
+        if room is None or into is None:
+            result = func(*args, **(kwargs or {}))
+        else:
+            self._forget_storage(room)
+            self.stats.recycled_bytes += room.nbytes
+            result = into(*args, **(kwargs or {}), out=room)
+        if entry.makes:
+            recycler.lend(result)
+        return result
+
+    def _forget_storage(self, t: Tensor) -> None:
+        """The storage of `t` begins a new life."""
+        key = storage_key(t)
+        if key is not None:
+            self.lying.pop(key, None)
+            self.kept.discard(key)
+            self.strange.discard(key)
 
     @staticmethod
     def _is_forward() -> bool:
@@ -166,7 +217,8 @@ class Guard(Watch):
     def _run(self, window: int) -> WindowRun:
         run = self.runs[window]
         if run is None:
-            run = WindowRun(self.program.windows[window].path, self.stats, self.namer)
+            path, lends = self.program.windows[window].path, self.program.loans.get(window)
+            run = WindowRun(path, self.stats, self.namer, loans=self.loans, window=window, lends=lends)
             self.runs[window] = run
         return run
 
@@ -200,7 +252,7 @@ class Guard(Watch):
         elif entry.uses:
             self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
         try:
-            result = func(*args, **(kwargs or {}))
+            result = self._call(entry, func, args, kwargs)
         except BaseException:
             self._written(written, None)
             raise
@@ -232,7 +284,14 @@ class Guard(Watch):
             run = self._run(use.window)
             if run.is_open:
                 arguments = [*bits, numel, t.shape, t.stride(), t.dtype]
-                found.append((run, Call(func=expand, args=arguments, outs=entry.outs, where=entry.where)))
+                found.append(
+                    (
+                        run,
+                        Call(
+                            func=expand, args=arguments, outs=entry.outs, where=entry.where, spare_bytes=use.spare_bytes
+                        ),
+                    )
+                )
         return found
 
     def _cell(self, run: WindowRun | None, view: int, t: Tensor) -> Cell | None:
@@ -296,6 +355,7 @@ class Guard(Watch):
             outs=entry.outs,
             random=random,
             where=entry.where,
+            spare_bytes=use.spare_bytes,
         )
 
     def _as_recorded(

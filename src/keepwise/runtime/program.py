@@ -12,10 +12,11 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepwise.ir import NO_OP, Phase, Schedule, Step, Window
-from keepwise.runtime.calls import mutates, resolve
+from keepwise.ir import NO_OP, Phase, Schedule, Spare, Step, Window
+from keepwise.runtime.calls import mutates, resolve, returns_view
 from keepwise.runtime.clean import is_random
 from keepwise.runtime.geometry import SMALL_BYTES
+from keepwise.runtime.reuse import out_form
 
 LOCAL = 0
 """The argument is made by the same replay."""
@@ -38,6 +39,8 @@ class Use:
     """Enclosing window that retains the argument (where OUTER), else -1."""
     copies: tuple[int, ...]
     """Arguments from an enclosing window that the op writes: copied at replay."""
+    spare_bytes: int = 0
+    """What the plan leaves free while the op is replayed."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,12 @@ class OpEntry:
 
     unpacks: bool = False
     """Whether replays expand a packed form of its result instead of running it."""
+    into: Any = None
+    """The op's `out=` form, if its result may be written into given memory."""
+    makes: bool = False
+    """Whether its results have memory of their own."""
+    spare_bytes: int = 0
+    """What the plan leaves free while it runs."""
     is_checked: bool = False
     """Whether its arguments must be compared with the recording: it is replayed, or writes in place."""
 
@@ -82,6 +91,8 @@ class Program:
     """View id -> view id of the object that its storage was born with."""
     nbytes: dict[int, int]
     """View id -> bytes of its storage."""
+    loans: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Window -> view on what it retains -> later window that may write over it."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
     """Last three functions -> places in `ops` where they end, for finding the way back after a deviation."""
 
@@ -91,8 +102,13 @@ class Program:
         return not self.drops
 
 
-def compile_program(step: Step, schedule: Schedule) -> Program:
+def compile_program(step: Step, schedule: Schedule, spare: Spare | None = None) -> Program:
     """Compile a schedule that `simulate` accepted.
+
+    Args:
+        step: the recorded step.
+        schedule: what to do differently.
+        spare: how much dead memory may be held for the next results, and when; None: none.
 
     Raises:
         AttributeError: an op of the step is not registered in this process.
@@ -103,8 +119,10 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
     held = set(schedule.held) | set(schedule.packed) | set(schedule.offloaded)
     roots: dict[int, int] = {}
     born: dict[int, int] = {}
+    views_on: dict[int, set[int]] = {}
     for v in values:
         born.setdefault(v.storage, v.view)
+        views_on.setdefault(v.storage, set()).add(v.view)
         roots[v.view] = born[v.storage]
     members = [frozenset(w.ops) for w in schedule.windows]
     retained = [frozenset(w.retain) for w in schedule.windows]
@@ -118,6 +136,7 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
             w = schedule.windows[w].parent
         return chain
 
+    places = [{o: k for k, o in enumerate(w.ops)} for w in schedule.windows]
     chains = [ancestors(w.id) for w in schedule.windows]
     windows_of: dict[int, list[int]] = {}
     for w in schedule.windows:
@@ -146,7 +165,8 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
                 fix.append(i)
             kinds.append(kind)
             outer.append(source)
-        return Use(window=window, kinds=tuple(kinds), outer=tuple(outer), copies=tuple(fix))
+        free = spare.replays[window][places[window][op_index]] if spare is not None else 0
+        return Use(window=window, kinds=tuple(kinds), outer=tuple(outer), copies=tuple(fix), spare_bytes=free)
 
     may_move = [s.birth == NO_OP and s.id not in step.saved_storages and s.nbytes <= SMALL_BYTES for s in storages]
     saved_at: dict[int, int] = {}
@@ -182,6 +202,9 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
                 uses=uses,
                 finishes=frozenset(finishes.get(k, ())),
                 unpacks=op.unpacks,
+                into=out_form(func),
+                makes=not writes and not returns_view(func),
+                spare_bytes=spare.moments[op.index] if spare is not None else 0,
                 is_checked=bool(uses) or writes,
             )
         )
@@ -207,6 +230,9 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
         roots=roots,
         nbytes={v.view: storages[v.storage].nbytes for v in values},
     )
+    for (window, storage), borrower in (spare.loans if spare is not None else {}).items():
+        lends = program.loans.setdefault(window, {})
+        lends.update(dict.fromkeys(views_on.get(storage, ()), borrower))
     funcs = [op.func for op in ops]
     for k in range(2, len(funcs)):
         program.trails.setdefault((funcs[k - 2], funcs[k - 1], funcs[k]), []).append(k)

@@ -14,6 +14,8 @@ Notes:
 6. A dropped tensor that is written in place before backward reads it is an error in plain autograd. The save keeps the version
    counter alive, without the storage, and compares.
 7. A replay that fails fills nothing.
+9. Results are written into dead memory where there is some (see `reuse`): of this replay, or of what an earlier window of this pass
+   retained, if the plan lends it. Where the graph is retained nothing is lent.
 8. Some kernels make more where gradients are recorded (the workspace of a recurrent layer). A replay records none, but runs each
    op with that flag as it was.
 """
@@ -28,13 +30,13 @@ from typing import Any
 import torch
 
 from keepwise.runtime.ambient import Ambient
-from keepwise.runtime.calls import storage_key, tensors_out
+from keepwise.runtime.calls import mutates, returns_view, storage_key, tensors_out
 from keepwise.runtime.capture import Call, Cell, set_frees
 from keepwise.runtime.clean import call_with_state, clean
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import Geometry, copy_whole
 from keepwise.runtime.holding import Namer, VersionStub, check_version, version_of
-from keepwise.runtime.reuse import Form, form_of
+from keepwise.runtime.reuse import Form, Handle, Recycler, form_of, handle_of
 from keepwise.runtime.stats import StepStats
 
 Tensor = torch.Tensor
@@ -59,6 +61,41 @@ def protect(tensors: list[Tensor]) -> None:
                     run.protect(storage)
 
 
+class Loans:
+    """Memory of what windows retained, held for the replay of later windows of the same forward pass (note 9)."""
+
+    __slots__ = ("__weakref__", "handles", "task")
+
+    def __init__(self) -> None:
+        self.handles: dict[int, list[Handle]] = {}
+        """Borrower -> handles."""
+        self.task = -1
+
+    def take(self, window: int, task: int) -> list[Handle]:
+        """What a window may write over."""
+        if self.task != task:  # that pass failed
+            self.handles.clear()
+        return self.handles.pop(window, [])
+
+    def give(self, window: int, t: Tensor, task: int) -> None:
+        """Hold the memory of a tensor for a window; no longer than the pass lasts."""
+        handle = handle_of(t)
+        lent = self.handles.setdefault(window, [])
+        if handle is None or any(handle[1] == address for _, address, _ in lent):
+            return
+        if self.task != task:
+            self.task = task
+            weak = weakref.ref(self)
+
+            def end_of_pass() -> None:
+                loans = weak()
+                if loans is not None:
+                    loans.handles.clear()
+
+            torch.autograd.Variable._execution_engine.queue_callback(end_of_pass)
+        lent.append(handle)
+
+
 class WindowRun:
     """One window in one forward pass."""
 
@@ -69,6 +106,8 @@ class WindowRun:
         "cells",
         "groups",
         "held",
+        "lends",
+        "loans",
         "lock",
         "made",
         "namer",
@@ -77,9 +116,20 @@ class WindowRun:
         "slicing",
         "stats",
         "task",
+        "window",
     )
 
-    def __init__(self, path: str, stats: StepStats, namer: Namer | None, *, slicing: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        stats: StepStats,
+        namer: Namer | None,
+        *,
+        slicing: bool = False,
+        loans: Loans | None = None,
+        window: int = -1,
+        lends: dict[int, int] | None = None,
+    ) -> None:
         self.calls: list[Call] | None = []
         """None once they were given up."""
         self.cells: weakref.WeakValueDictionary[int, Cell] = weakref.WeakValueDictionary()
@@ -97,6 +147,9 @@ class WindowRun:
         self.slicing = slicing
         """Whether only the calls that living cells need are replayed (recordings made without a plan)."""
         self.ambient = Ambient.now()
+        self.loans, self.window = loans, window
+        self.lends = lends or {}
+        """View of a cell -> later window to which its memory is lent when its last reader is through (note 9)."""
 
     @property
     def is_open(self) -> bool:
@@ -109,6 +162,7 @@ class WindowRun:
         if calls is None:  # a backward pass inside of the op gave them up
             return
         call.form = form_of(call.func, result)
+        call.makes = isinstance(result, Tensor) and not returns_view(call.func) and not mutates(call.func)
         calls.append(call)
         self.made.update(call.outs)
         self.made.discard(-1)
@@ -258,7 +312,7 @@ class WindowRun:
         cells = list(self.cells.values())
         empty = [c for c in cells if c.tensor is None]
         try:
-            self._run_all(calls, again)
+            self._run_all(calls, again, task)
             for c in cells:
                 if c.tensor is None:
                     self.stats.missing(c.view, self.path)
@@ -273,9 +327,10 @@ class WindowRun:
                 run._clear()
         self.stats.add_replay(len(empty), len(calls), time.perf_counter() - began)
 
-    def _run_all(self, calls: list[Call], again: bool) -> None:
+    def _run_all(self, calls: list[Call], again: bool, task: int) -> None:
         env: dict[int, Tensor] = {}
-        spare: list[Tensor] = []
+        lends = self.loans is not None and not again
+        recycler = Recycler(self.loans.take(self.window, task) if lends and self.loans is not None else None)
         cells = self.cells
         with clean(), self.ambient.active(), torch.set_grad_enabled(True):
             set_frees(calls, {c.geometry.root for c in list(cells.values()) if c.geometry is not None})
@@ -284,16 +339,18 @@ class WindowRun:
                     if version_of(held) != version:
                         name = self.namer(held) if self.namer else ""
                         check_version(held, version, name, f" by {call.where}, which is to be replayed")
-                self._run(call, env, spare, again)
-            spare.clear()
+                self._run(call, env, recycler, again)
+            recycler.clear()
             for cell in list(cells.values()):
                 if cell.tensor is None and cell.geometry is not None:
                     root = cells.get(cell.geometry.root)
                     base = env.get(cell.geometry.root) if root is None else root.tensor
                     assert base is not None
                     cell.tensor = cell.geometry.of(base)
+                if lends and cell.view in self.lends and cell.tensor is not None and self.loans is not None:
+                    self.loans.give(self.lends[cell.view], cell.tensor, task)
 
-    def _run(self, call: Call, env: dict[int, Tensor], spare: list[Tensor], again: bool) -> None:
+    def _run(self, call: Call, env: dict[int, Tensor], recycler: Recycler, again: bool) -> None:
         for (container, key), (view, cell, geometry) in zip(call.places, call.sources, strict=True):
             if cell is not None:
                 t = cell.tensor
@@ -313,12 +370,18 @@ class WindowRun:
                 container[key] = copy_whole(container[key])
         if call.grad != torch.is_grad_enabled():
             torch._C._set_grad_enabled(call.grad)
-        room = None if call.form is None else self._room(call, call.form, env, spare)
-        spare.clear()
+        room, is_known = None, False
+        if call.form is not None:
+            room = self._over_argument(call, call.form, env)
+            is_known = room is not None  # there is a handle on it already
+            if room is None:
+                room = recycler.take(call.form.shape, call.form.stride, call.form.dtype)
+        recycler.trim(call.spare_bytes)
         try:
             kwargs = call.kwargs or {}
             if room is not None:
                 assert call.form is not None
+                self.stats.recycled_bytes += room.nbytes
                 result = call.form.func(*call.args, **kwargs, out=room)
             elif call.random is None:
                 result = call.func(*call.args, **kwargs)
@@ -329,6 +392,8 @@ class WindowRun:
                 container[key] = None
             for (container, key), t in zip(call.owns, kept, strict=False):
                 container[key] = t
+        if call.makes and not is_known:
+            recycler.lend(result)
         outs = call.outs
         if type(result) is Tensor:
             if outs:
@@ -338,9 +403,7 @@ class WindowRun:
                 if view >= 0 and t is not None:
                     self._made(view, t, env)
         for view in call.frees:
-            t = env.pop(view, None)
-            if t is not None and t is not result and view not in self.cells:
-                spare.append(t)
+            env.pop(view, None)
 
     def _made(self, view: int, t: Tensor, env: dict[int, Tensor]) -> None:
         env[view] = t
@@ -348,23 +411,19 @@ class WindowRun:
         if cell is not None and cell.geometry is None:
             cell.tensor = t
 
-    def _room(self, call: Call, form: Form, env: dict[int, Tensor], spare: list[Tensor]) -> Tensor | None:
-        """Memory that is free for the result of a call (see `reuse`)."""
-        cells = self.cells
-        if form.pointwise:
-            for view, cell, geometry in call.sources:
-                if (
-                    cell is None
-                    and geometry is None
-                    and view in call.frees
-                    and view not in cells
-                    and form.fits(env[view])
-                ):
-                    return env[view]
-        while spare:
-            t = spare.pop()
-            if form.fits(t):
-                return t
+    def _over_argument(self, call: Call, form: Form, env: dict[int, Tensor]) -> Tensor | None:
+        """An argument that a pointwise call reads for the last time, if its memory can be the result's."""
+        if not form.pointwise:
+            return None
+        for view, cell, geometry in call.sources:
+            if (
+                cell is None
+                and geometry is None
+                and view in call.frees
+                and view not in self.cells
+                and form.fits(env[view])
+            ):
+                return env[view]
         return None
 
 

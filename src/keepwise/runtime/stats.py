@@ -26,6 +26,8 @@ class StepStats:
     """Tensors that replays made for those who read them: saved tensors, and what windows inside of a window read."""
     num_ops_replayed: int = 0
     replay_seconds: float = 0.0
+    recycled_bytes: int = 0
+    """Bytes of results that were written into memory of dead ones, in forward and in replays."""
     num_deviations: int = 0
     """Saved tensors that the plan drops and that were kept because the step differed from the recorded one."""
     deviation_bytes: int = 0

@@ -32,7 +32,11 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     floor_bytes: int
     added_seconds: float
+    """Of all replays."""
     bound_seconds: float
+    """Dual bound on `added_seconds`."""
+    saved_seconds: float = 0.0
+    """What writing results into dead memory saves."""
     restarts: bool
     """Whether the recorded step begins with the model's forward (else with the user's own step)."""
     scales: bool = False

@@ -33,6 +33,7 @@ from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
+from keepwise.session.pages import saved_seconds
 from keepwise.session.pins import apply_pins, check_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_step
@@ -463,6 +464,7 @@ def _document(
         floor_bytes=planned.floor_bytes,
         added_seconds=planned.timeline.added_seconds,
         bound_seconds=planned.bound_seconds,
+        saved_seconds=saved_seconds(planned.timeline),
         restarts=restarts,
         scales=scales,
         batch_key=shapes[0],

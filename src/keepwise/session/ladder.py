@@ -27,7 +27,7 @@ from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.runtime.program import Program, compile_program
 from keepwise.session.sizes import MAX_SHAPES, Key, Sizes, key_of, quadratic_share, shapes_in_words, structure
-from keepwise.simulate import simulate
+from keepwise.simulate import simulate, spare_of
 
 RUNGS_PER_DOUBLING = 4
 MAX_RUNGS = 12
@@ -155,7 +155,7 @@ class Ladder:
                 schedule = plan_floor(self.step).schedule
                 self._highest = rung
         timeline = simulate(self.step, schedule)
-        return compile_program(self.step, schedule), timeline.peak_bytes
+        return compile_program(self.step, schedule, spare_of(timeline).scaled(scale)), timeline.peak_bytes
 
 
 def recorded_saved_bytes(step: Step) -> int:

@@ -28,7 +28,7 @@ from keepwise.session.ladder import Ladder
 from keepwise.session.sizes import structure
 from keepwise.session.status import Status
 from keepwise.session.switch import Branch, Switch
-from keepwise.simulate import Timeline, simulate
+from keepwise.simulate import Timeline, simulate, spare_of
 
 
 class Plan:
@@ -102,8 +102,18 @@ class Plan:
 
     @property
     def added_seconds(self) -> float:
-        """Predicted seconds that replays add to a step."""
+        """Predicted seconds that the plan adds to a step: `replay_seconds` less `saved_seconds`, at least 0."""
+        return max(self.replay_seconds - self.saved_seconds, 0.0)
+
+    @property
+    def replay_seconds(self) -> float:
+        """Predicted seconds of all replays."""
         return self.document.added_seconds
+
+    @property
+    def saved_seconds(self) -> float:
+        """Predicted seconds that a step gains because results are written into memory of dead ones; 0 where new memory is free."""
+        return self.document.saved_seconds
 
     @property
     def step_seconds(self) -> float:
@@ -112,13 +122,14 @@ class Plan:
 
     @property
     def bound_seconds(self) -> float:
-        """Dual bound on `added_seconds` within the family of windows that was searched."""
-        return self.document.bound_seconds
+        """Dual bound on `replay_seconds` within the family of windows that was searched, less `saved_seconds`, at least 0."""
+        return max(self.document.bound_seconds - self.saved_seconds, 0.0)
 
     @property
     def gap(self) -> float:
-        """(added - bound) / max(bound, 1 % of the step)."""
-        return (self.added_seconds - self.bound_seconds) / max(self.bound_seconds, 0.01 * self.step_seconds, 1e-12)
+        """(replays - bound on them) / max(that bound, 1 % of the step)."""
+        bound = self.document.bound_seconds
+        return (self.replay_seconds - bound) / max(bound, 0.01 * self.step_seconds, 1e-12)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -200,6 +211,12 @@ class Plan:
                 lines.append(
                     f"  {title}: {show_bytes(total)} in {sum(isinstance(d, kind) for d in self.decisions)} tensors"
                 )
+        if self.saved_seconds:
+            seconds = max(self.step_seconds, 1e-12)
+            lines.append(
+                f"  time: replays +{100 * self.replay_seconds / seconds:.1f} %, "
+                f"memory used again -{100 * self.saved_seconds / seconds:.1f} %"
+            )
         reasons: dict[str, list[Decision]] = {}
         for d in self.decisions:
             if isinstance(d, Keep) and (
@@ -351,7 +368,8 @@ class Plan:
 
 def _branch(document: PlanDocument) -> Branch:
     """The programs of one recorded structure."""
-    program = compile_program(document.step, document.schedule)
+    spare = spare_of(simulate(document.step, document.schedule))
+    program = compile_program(document.step, document.schedule, spare)
     if not document.scales or document.budget_bytes is None:
         return Branch(program=program, ladder=None)
     ladder = Ladder(

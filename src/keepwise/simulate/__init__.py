@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from keepwise.simulate.errors import ScheduleError
 from keepwise.simulate.machine import simulate
+from keepwise.simulate.spare import recycled_bytes, spare_of
 from keepwise.simulate.timeline import Live, LiveKind, Timeline
 
-__all__ = ["Live", "LiveKind", "ScheduleError", "Timeline", "simulate"]
+__all__ = ["Live", "LiveKind", "ScheduleError", "Timeline", "recycled_bytes", "simulate", "spare_of"]

@@ -1,0 +1,156 @@
+"""What a timeline leaves free, which retained storages may lend their memory to a later window, and how much is used again.
+
+A loan holds a dead storage from its last read until the borrower replays. It is given only where that stays under the peak at
+every moment and in every replay between; what happens inside of the borrower's replay is decided there, op by op. Loans that wait
+least come first. Nobody gets more than it can use at once: the most storages of that size that are live together in its replay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from keepwise.ir import Phase, Spare
+from keepwise.simulate.timeline import LiveKind, ReplayTrace, Timeline
+
+MIN_BYTES = 1 << 16
+"""Smaller memory is not worth holding."""
+
+
+def spare_of(timeline: Timeline) -> Spare:
+    """What `timeline` leaves free under its own peak."""
+    peak = timeline.peak_bytes
+    live = peak - timeline.live_bytes
+    inside = [peak - (r.base_bytes + r.inner_bytes) for r in timeline.replays]
+    return Spare(
+        moments=tuple(live.tolist()),
+        loans=_loans(timeline, live, inside),
+        replays=tuple(tuple(free.tolist()) for free in inside),
+    )
+
+
+def _loans(timeline: Timeline, live: np.ndarray, inside: list[np.ndarray]) -> dict[tuple[int, int], int]:
+    """The loans; takes what they hold from what is free in the replays that they pass by."""
+    replays = timeline.replays
+    order = sorted((r.window for r in replays if r.ops), key=lambda w: (replays[w].start, w))
+    starts = [replays[w].start for w in order]
+    wanted = {w: _most_at_once(replays[w]) for w in order}
+    borrowers: dict[int, list[int]] = {}
+    """Size -> places in `order` where it is wanted, ascending."""
+    for k, w in enumerate(order):
+        for n in wanted[w]:
+            borrowers.setdefault(n, []).append(k)
+    live = live.copy()
+    offers: list[tuple[int, int, int, int, int, int]] = []
+    for charge in timeline.charges:
+        held = charge.live
+        if held.kind is LiveKind.RETAINED and held.nbytes in borrowers and charge.last >= charge.first:
+            able = borrowers[held.nbytes]
+            i = bisect_left(able, bisect_right(starts, charge.last))
+            if i < len(able):
+                k = able[i]
+                offers.append((starts[k] - charge.last, k, held.window, held.id, held.nbytes, charge.last))
+    loans: dict[tuple[int, int], int] = {}
+    for _, k, lender, storage, n, last in sorted(offers):
+        borrower = order[k]
+        if not wanted[borrower][n]:
+            continue
+        between = live[last + 1 : starts[k]]
+        passed = order[bisect_right(starts, last) : k]
+        if (len(between) and between.min() < n) or any(inside[w].min() < n for w in passed):
+            continue
+        between -= n
+        for w in passed:
+            inside[w] -= n
+        wanted[borrower][n] -= 1
+        loans[lender, storage] = borrower
+    return loans
+
+
+def _most_at_once(replay: ReplayTrace) -> Counter[int]:
+    """Size -> the most storages of that size that live together in a replay."""
+    changes: dict[int, list[tuple[int, int]]] = {}
+    for _, n, born, last in replay.buffers:
+        if n >= MIN_BYTES:
+            changes.setdefault(n, []).extend(((born, 1), (last + 1, -1)))
+    most: Counter[int] = Counter()
+    for n, steps in changes.items():
+        now = 0
+        for _, step in sorted(steps):
+            now += step
+            most[n] = max(most[n], now)
+    return most
+
+
+def recycled_bytes(timeline: Timeline, spare: Spare, writes_into: Callable[[str], bool]) -> int:
+    """Bytes of results that a step under this schedule writes into dead memory instead of new one.
+
+    Args:
+        timeline: the simulated step.
+        spare: what it leaves free.
+        writes_into: whether an op of that target can write into given memory.
+    """
+    step, bytes_of = timeline.step, timeline.index.charge
+    ends = timeline.ends
+    total = 0
+    shelf = _Shelf()
+    for op in step.ops:
+        if op.phase is not Phase.FORWARD:
+            continue
+        fresh = [s for s in timeline.index.fresh[op.index] if bytes_of[s] >= MIN_BYTES]
+        if len(fresh) == 1 and writes_into(op.target) and shelf.take(bytes_of[fresh[0]], op.index):
+            total += bytes_of[fresh[0]]
+        shelf.trim(spare.moments[op.index], op.index)
+        for s in fresh:
+            shelf.put(bytes_of[s], int(ends[s]))
+    able = [writes_into(op.target) for op in step.ops]
+    lent: dict[int, list[int]] = {}
+    for (_, storage), borrower in spare.loans.items():
+        lent.setdefault(borrower, []).append(bytes_of[storage])
+    for replay in timeline.replays:
+        shelf = _Shelf()
+        for n in lent.get(replay.window, ()):
+            shelf.put(n, -1)
+        born: dict[int, list[tuple[int, int]]] = {}
+        for _, n, first, last in replay.buffers:
+            if n >= MIN_BYTES:
+                born.setdefault(first, []).append((n, last))
+        for position, index in enumerate(replay.ops):
+            made = born.get(position, [])
+            # An argument that is read for the last time by this op may be written over, hence the position after it.
+            if len(made) == 1 and able[index] and shelf.take(made[0][0], position + 1):
+                total += made[0][0]
+            shelf.trim(spare.replays[replay.window][position], position)
+            for n, last in made:
+                shelf.put(n, last)
+    return total
+
+
+class _Shelf:
+    """The handles that the runtime would have."""
+
+    def __init__(self) -> None:
+        self.handles: list[tuple[int, int]] = []
+        """(bytes, last moment at which it is live), oldest first."""
+
+    def put(self, nbytes: int, last: int) -> None:
+        self.handles.append((nbytes, last))
+
+    def take(self, nbytes: int, now: int) -> bool:
+        for i in range(len(self.handles) - 1, -1, -1):
+            if self.handles[i][0] == nbytes and self.handles[i][1] < now:
+                del self.handles[i]
+                return True
+        return False
+
+    def trim(self, spare: int, now: int) -> None:
+        excess = sum(n for n, last in self.handles if last < now) - spare
+        for i in [i for i, (_, last) in enumerate(self.handles) if last < now]:
+            if excess <= 0:
+                break
+            excess -= self.handles[i][0]
+            self.handles[i] = (0, -1)
+        self.handles = [h for h in self.handles if h[0]][-64:]

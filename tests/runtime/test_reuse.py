@@ -1,0 +1,303 @@
+"""Results in memory of dead ones: the same bits, never in memory that anybody can still see, never above the plan's peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import keepwise
+import keepwise.runtime.reuse
+from keepwise.measure import allocator_peak
+from keepwise.runtime.calls import resolve
+from keepwise.runtime.reuse import ALIKE, MATRIX, POINTWISE, Recycler, out_form, result_geometry
+from keepwise.simulate import recycled_bytes, spare_of
+from tests.runtime.helpers import differences, mean_square, step
+
+aten = torch.ops.aten
+
+
+def shelf_with(t: Tensor) -> Recycler:
+    recycler = Recycler()
+    recycler.lend(t)
+    return recycler
+
+
+def room(recycler: Recycler, shape: tuple[int, ...] = (8, 8)) -> Tensor | None:
+    return recycler.take(shape, None, torch.float32)
+
+
+def test_memory_is_given_when_nobody_holds_it() -> None:
+    t = torch.randn(8, 8)
+    address = t.data_ptr()
+    recycler = shelf_with(t)
+    assert room(recycler) is None
+    del t
+    found = room(recycler)
+    assert found is not None
+    assert found.data_ptr() == address
+    assert found.shape == (8, 8)
+    assert found.stride() == (8, 1)
+    assert room(recycler) is None
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        lambda t: t,
+        lambda t: t.view(64)[3:5],
+        lambda t: t.detach(),
+        lambda t: t.untyped_storage(),
+        lambda t: t.numpy(),
+        lambda t: memoryview(t.numpy()),
+        lambda t: torch.utils.dlpack.to_dlpack(t),
+        lambda t: (t.new_ones(8, requires_grad=True) * t).grad_fn,
+        lambda t: [t],
+    ],
+    ids=["tensor", "view", "alias", "storage", "numpy", "memoryview", "dlpack", "graph", "list"],
+)
+def test_whoever_holds_it_keeps_it(holder: Any) -> None:
+    t = torch.randn(8, 8)
+    recycler = shelf_with(t)
+    held = holder(t)
+    del t
+    assert room(recycler) is None
+    del held
+    assert room(recycler) is not None
+
+
+def test_shared_memory_stays_as_it_is() -> None:
+    t = torch.randn(8, 8)
+    t.share_memory_()
+    recycler = shelf_with(t)
+    del t
+    assert room(recycler) is None
+
+
+def test_only_the_very_size() -> None:
+    recycler = shelf_with(torch.randn(8, 8))
+    assert room(recycler, (8, 7)) is None
+    assert room(recycler, (4, 16)) is not None
+
+
+def test_dead_memory_is_let_go_oldest_first() -> None:
+    recycler = Recycler()
+    alive = torch.randn(8, 8)
+    recycler.lend(alive)
+    for n in (1, 2, 3):
+        recycler.lend(torch.randn(n, 64))
+    recycler.trim(1 << 20)
+    assert [n for *_, n in recycler.handles] == [256, 256, 512, 768]
+    recycler.trim(768)
+    assert [n for *_, n in recycler.handles] == [256, 768]
+    recycler.trim(0)
+    assert [n for *_, n in recycler.handles] == [256]
+    assert recycler.nbytes == 256
+
+
+def example(name: str, overload: str) -> tuple[Any, ...] | None:
+    """Arguments for an op of the lists."""
+    func = getattr(getattr(aten, name), overload)
+    x, y = torch.rand(6, 6) + 0.1, torch.rand(6, 6) + 0.1
+    batch = torch.rand(2, 6, 6)
+    special = {
+        "bmm": (batch, batch),
+        "baddbmm": (batch, batch, batch),
+        "addmm": (torch.rand(6), x, y),
+        "mm": (x, y.t()),
+    }
+    if name in special:
+        return special[name] if overload == "default" else None
+    if name in ALIKE:
+        return x, -1, False
+    given: list[Any] = []
+    for a in func._schema.arguments:
+        kind = str(a.type)
+        if kind == "Tensor":
+            given.append(y if given else x)
+        elif a.kwarg_only and not a.has_default_value():
+            return None
+        elif name != "clamp" and (a.has_default_value() or a.kwarg_only):
+            break
+        elif kind in ("number", "Scalar", "float"):
+            given.append(0.5)
+        elif kind.startswith("Optional"):
+            given.append(0.5 if "Tensor" not in kind else y)
+        elif kind == "str":
+            return None
+        else:
+            return None
+    return tuple(given)
+
+
+def listed() -> list[str]:
+    return [
+        f"{name}.{overload}"
+        for name in sorted(POINTWISE | MATRIX | ALIKE)
+        for overload in getattr(aten, name).overloads()
+        if out_form(getattr(getattr(aten, name), overload)) is not None
+    ]
+
+
+@pytest.mark.parametrize("op", listed())
+def test_the_out_form_gives_the_same_bits(op: str) -> None:
+    name, overload = op.split(".")
+    args = example(name, overload)
+    if args is None:
+        pytest.skip("needs arguments of another kind")
+    func = getattr(getattr(aten, name), overload)
+    want = func(*args)
+    geometry = result_geometry(func, args, None)
+    if geometry is None:
+        assert not isinstance(args[0], Tensor)
+        return
+    assert geometry == (tuple(want.shape), want.dtype)
+    assert want.is_contiguous()
+    into = torch.full(geometry[0], float("nan"), dtype=geometry[1])
+    assert out_form(func)(*args, out=into) is into
+    assert torch.equal(into.view(torch.int32), want.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("aten.add.Tensor", (torch.rand(4), torch.rand(4, dtype=torch.float64))),
+        ("aten.mul.Tensor", (torch.rand(4, 4).t(), torch.rand(4, 4))),
+        ("aten.mul.Tensor", (torch.arange(4), torch.arange(4))),
+        ("aten.mul.Tensor", (torch.rand(4), 1j)),
+        ("aten.add.Tensor", (torch.rand(4), torch.rand(4, device="meta"))),
+        ("aten.neg.default", (torch.rand(4, 4).to_sparse(),)),
+    ],
+    ids=["types", "strides", "integers", "complex", "device", "sparse"],
+)
+def test_nothing_is_guessed_about_other_arguments(op: str, args: tuple[Any, ...]) -> None:
+    assert result_geometry(resolve(op), args, None) is None
+
+
+def test_broadcasting_is_followed() -> None:
+    args = (torch.rand(4, 1), torch.rand(3))
+    assert result_geometry(aten.add.Tensor, args, None) == ((4, 3), torch.float32)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = 0.5 * y * (1.0 + torch.tanh(0.8 * (y + 0.04 * torch.pow(y, 3.0))))
+        return x + self.down(y)
+
+
+class Stack(nn.Module):
+    """Keeps things of its steps, as user code may."""
+
+    def __init__(self, num: int = 4, width: int = 24) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num))
+        self.seen: list[Any] = []
+        self.keeps: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if self.keeps is not None:
+                y = torch.tanh(x * 2.0)
+                self.seen.append((self.keeps(y), y.detach().clone()))
+        return x
+
+
+def test_a_step_is_recycled_as_predicted_and_stays_below_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, 24)
+    want = step(model, x)
+    plan = keepwise.fit(model, (x,), loss=mean_square, planner="full", budget="max", verify=False)
+    assert not differences(want, step(model, x))
+    stats = plan.stats
+    assert not stats.deviations
+    predicted = recycled_bytes(plan.timeline, spare_of(plan.timeline), lambda t: out_form(resolve(t)) is not None)
+    assert stats.recycled_bytes > 0.3 * plan.dropped_bytes
+    assert stats.recycled_bytes == pytest.approx(predicted, rel=0.1)
+
+    def whole() -> None:
+        model.zero_grad(set_to_none=False)
+        mean_square(model(x)).backward()
+
+    whole()
+    recycled = allocator_peak(whole)
+    monkeypatch.setattr(keepwise.runtime.reuse, "MIN_BYTES", 1 << 30)
+    assert recycled <= allocator_peak(whole)
+    assert not plan.stats.recycled_bytes
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        lambda t: t,
+        lambda t: t.detach()[1:],
+        lambda t: t.detach().numpy(),
+        lambda t: t.untyped_storage(),
+        lambda t: t.detach().view(-1)[::2],
+    ],
+    ids=["tensor", "view", "numpy", "storage", "strided"],
+)
+def test_what_user_code_keeps_is_not_written_over(keeps: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, 24)
+    model.keeps = keeps
+    want = step(model, x)
+    plan = keepwise.fit(model, (x,), loss=mean_square, planner="recompute_everything", budget="max", verify=False)
+    model.seen.clear()
+    assert not differences(want, step(model, x))
+    assert plan.stats.recycled_bytes
+    for held, copy in model.seen:
+        if isinstance(held, torch.UntypedStorage):
+            now = torch.empty(0).set_(held, 0, copy.shape)  # type: ignore[arg-type]
+            assert torch.equal(now, copy)
+        else:
+            expected = keeps(copy)
+            assert np.array_equal(np.asarray(held.detach() if isinstance(held, Tensor) else held), np.asarray(expected))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_the_model_sees_the_ops_of_the_user() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, 24)
+    with Counting() as plain:
+        model(x)
+    plan = keepwise.fit(model, (x,), loss=mean_square, planner="full", budget="max", verify=False)
+    with Counting() as planned:
+        model(x)
+    assert {*planned.names} <= {*plain.names}
+    assert not plan.stats.recycled_bytes
+
+
+def test_a_retained_graph_lends_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, 24)
+
+    def twice() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss = mean_square(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = twice()
+    plan = keepwise.fit(model, (x,), loss=mean_square, planner="full", budget="max", verify=False)
+    assert plan.schedule.windows
+    assert all(torch.equal(a, b) for a, b in zip(want, twice(), strict=True))

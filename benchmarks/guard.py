@@ -22,6 +22,7 @@ from keepwise.plan import get_planner
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import compile_program
 from keepwise.runtime.stats import StepStats
+from keepwise.simulate import simulate, spare_of
 from keepwise.targets import Target
 
 
@@ -64,8 +65,9 @@ def main() -> int:
             target.model, target.args, target.kwargs, loss=target.loss, planner="full", budget="max", verify=False
         )
         plan.remove()
-        nothing = compile_program(plan.step, get_planner("none").plan(plan.step, None))
-        everything = compile_program(plan.step, plan.schedule)
+        keep_all = get_planner("none").plan(plan.step, None)
+        nothing = compile_program(plan.step, keep_all, spare_of(simulate(plan.step, keep_all)))
+        everything = compile_program(plan.step, plan.schedule, spare_of(simulate(plan.step, plan.schedule)))
         everything.drops.clear()
         everything.drops_by_view.clear()
         steps = {"plain": plain(target), "watch": watched(target, nothing), "capture": watched(target, everything)}

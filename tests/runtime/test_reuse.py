@@ -14,7 +14,8 @@ import keepwise
 import keepwise.runtime.reuse
 from keepwise.measure import allocator_peak
 from keepwise.runtime.calls import resolve
-from keepwise.runtime.reuse import ALIKE, MATRIX, POINTWISE, Recycler, out_form, result_geometry
+from keepwise.runtime.recycler import Recycler
+from keepwise.runtime.reuse import ALIKE, MATRIX, POINTWISE, out_form, result_geometry
 from keepwise.simulate import recycled_bytes, spare_of
 from tests.runtime.helpers import differences, mean_square, step
 

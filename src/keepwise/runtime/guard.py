@@ -47,8 +47,9 @@ from keepwise.runtime.holding import Namer, alias, version_of
 from keepwise.runtime.packing import pack
 from keepwise.runtime.packing import unpack as expand
 from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
-from keepwise.runtime.replay import DroppedSave, Loans, WindowRun, protect
-from keepwise.runtime.reuse import Recycler, result_geometry
+from keepwise.runtime.recycler import Loans, Recycler
+from keepwise.runtime.replay import DroppedSave, WindowRun, protect
+from keepwise.runtime.reuse import result_geometry
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
@@ -235,22 +236,15 @@ class Guard(Watch):
                 written += [tensors[i] for i in entry.written]
             protect(written)
         captured: list[tuple[WindowRun, Call]] = []
-        if entry.unpacks:
-            pass
-        elif entry.uses and (fits or not entry.mutates):
-            random = None
-            if entry.random:
-                generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
-                random = RandomState(generator, own=own) if generator is not None else None
-            for use in entry.uses:
-                run = self._run(use.window)
-                call = self._capture(run, use, entry, func, seen_args, seen_kwargs, tensors, views, random)
-                if call is not None:
-                    captured.append((run, call))
-                else:
-                    self.stats.differs(f"{entry.where} got other tensors")
-        elif entry.uses:
-            self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
+        if entry.uses and not entry.unpacks:
+            if fits or not entry.mutates:
+                random = None
+                if entry.random:
+                    generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
+                    random = RandomState(generator, own=own) if generator is not None else None
+                captured = self._capture_for_all(entry, func, seen_args, seen_kwargs, tensors, views, random)
+            else:
+                self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
         try:
             result = self._call(entry, func, args, kwargs)
         except BaseException:
@@ -269,6 +263,27 @@ class Guard(Watch):
                 if any(run is save.run for run, _ in captured):
                     self._finish(save)
         return result
+
+    def _capture_for_all(
+        self,
+        entry: OpEntry,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        views: list[int],
+        random: RandomState | None,
+    ) -> list[tuple[WindowRun, Call]]:
+        """The call as each window that replays it will, where that is possible."""
+        captured: list[tuple[WindowRun, Call]] = []
+        for use in entry.uses:
+            run = self._run(use.window)
+            call = self._capture(run, use, entry, func, args, kwargs, tensors, views, random)
+            if call is not None:
+                captured.append((run, call))
+            else:
+                self.stats.differs(f"{entry.where} got other tensors")
+        return captured
 
     def _packed(self, entry: OpEntry, result: Any) -> list[tuple[WindowRun, Call]]:
         """Replays that expand the packed form of a result; none where it has no such form in this step."""

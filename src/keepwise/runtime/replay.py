@@ -36,7 +36,8 @@ from keepwise.runtime.clean import call_with_state, clean
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import Geometry, copy_whole
 from keepwise.runtime.holding import Namer, VersionStub, check_version, version_of
-from keepwise.runtime.reuse import Form, Handle, Recycler, form_of, handle_of
+from keepwise.runtime.recycler import Loans, Recycler
+from keepwise.runtime.reuse import Form, form_of
 from keepwise.runtime.stats import StepStats
 
 Tensor = torch.Tensor
@@ -59,41 +60,6 @@ def protect(tensors: list[Tensor]) -> None:
             for storage in storages:
                 if storage in run.held:
                     run.protect(storage)
-
-
-class Loans:
-    """Memory of what windows retained, held for the replay of later windows of the same forward pass (note 9)."""
-
-    __slots__ = ("__weakref__", "handles", "task")
-
-    def __init__(self) -> None:
-        self.handles: dict[int, list[Handle]] = {}
-        """Borrower -> handles."""
-        self.task = -1
-
-    def take(self, window: int, task: int) -> list[Handle]:
-        """What a window may write over."""
-        if self.task != task:  # that pass failed
-            self.handles.clear()
-        return self.handles.pop(window, [])
-
-    def give(self, window: int, t: Tensor, task: int) -> None:
-        """Hold the memory of a tensor for a window; no longer than the pass lasts."""
-        handle = handle_of(t)
-        lent = self.handles.setdefault(window, [])
-        if handle is None or any(handle[1] == address for _, address, _ in lent):
-            return
-        if self.task != task:
-            self.task = task
-            weak = weakref.ref(self)
-
-            def end_of_pass() -> None:
-                loans = weak()
-                if loans is not None:
-                    loans.handles.clear()
-
-            torch.autograd.Variable._execution_engine.queue_callback(end_of_pass)
-        lent.append(handle)
 
 
 class WindowRun:

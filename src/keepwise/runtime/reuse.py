@@ -8,8 +8,7 @@ again in backward, so each of them would pay twice. Instead an op writes into me
    result's is written;
 2. of a result that is dead: its storage has no owner but our handle: no tensor, no view, no saved tensor, no handle of the user's.
 
-Dead memory counts as memory. Handles on dead results are let go until they are within what the plan leaves free at this
-moment (`ir.Spare`), so no peak rises.
+Here stands which ops can do that and how; `recycler` holds the memory.
 
 Only ops of the lists below, in their `out=` form. Those are structured kernels: both forms run the same code on an output of the
 same shape and strides, so the bits are equal (every plan is compared with the plain step before it is used).
@@ -18,9 +17,6 @@ same shape and strides, so the bits are equal (every plan is compared with the p
 from __future__ import annotations
 
 import functools
-import math
-import sys
-from collections import deque
 from typing import Any
 
 import torch
@@ -85,9 +81,6 @@ ALIKE = frozenset(("_softmax", "_log_softmax"))
 """Op packets whose result looks like their first argument."""
 MIN_BYTES = 1 << 16
 """Smaller memory is not worth looking for."""
-MAX_HANDLES = 64
-Handle = tuple[torch.UntypedStorage, int, int]
-"""(storage, its address, its bytes)"""
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -182,89 +175,3 @@ def result_geometry(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...],
     if any(t.shape != shape for t in tensors):
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     return tuple(shape), first.dtype
-
-
-class Recycler:
-    """Handles on the last results of a piece of work; those that are dead give their memory to the next ones."""
-
-    __slots__ = ("handles", "nbytes")
-
-    def __init__(self, handles: list[Handle] | None = None) -> None:
-        self.handles: deque[Handle] = deque(handles or ())
-        """Oldest first."""
-        self.nbytes = sum(n for _, _, n in self.handles)
-        """Of all handles."""
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self.handles.clear()
-        self.nbytes = 0
-
-    def lend(self, result: Any) -> None:
-        """Results were made: their memory may be used again when they are dead."""
-        if isinstance(result, Tensor):
-            self._lend(result)
-        elif type(result) is tuple or type(result) is list:
-            for r in result:
-                if isinstance(r, Tensor):
-                    self._lend(r)
-
-    def _lend(self, t: Tensor) -> None:
-        handle = handle_of(t)
-        if handle is None:
-            return
-        if len(self.handles) == MAX_HANDLES:
-            self.nbytes -= self.handles.popleft()[2]
-        self.handles.append(handle)
-        self.nbytes += handle[2]
-
-    def take(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor | None:
-        """A tensor over dead memory of exactly that size; None where there is none."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        handles = self.handles
-        if nbytes < MIN_BYTES:
-            return None
-        for i in range(len(handles) - 1, -1, -1):  # the latest is the likeliest to be in the caches
-            if handles[i][2] == nbytes and _is_dead(handles[i]):
-                storage = handles[i][0]
-                del handles[i]
-                self.nbytes -= nbytes
-                t = torch.empty(0, dtype=dtype)
-                return t.set_(storage, 0, shape, stride) if stride is not None else t.set_(storage, 0, shape)  # type: ignore[arg-type]
-        return None
-
-    def trim(self, spare_bytes: int) -> None:
-        """Let go of dead memory, the oldest first, until it is within what may be held."""
-        if self.nbytes <= spare_bytes:
-            return
-        dead = [_is_dead(handle) for handle in self.handles]
-        excess = sum(handle[2] for handle, is_dead in zip(self.handles, dead, strict=True) if is_dead) - spare_bytes
-        if excess <= 0:
-            return
-        kept: deque[Handle] = deque()
-        for handle, is_dead in zip(self.handles, dead, strict=True):
-            if is_dead and excess > 0:
-                excess -= handle[2]
-                self.nbytes -= handle[2]
-            else:
-                kept.append(handle)
-        self.handles = kept
-
-
-def handle_of(t: Tensor) -> Handle | None:
-    """A handle on the memory of a tensor; None where it is not worth one, or not ours to give."""
-    if t.layout is not torch.strided or t.device.type != "cpu" or t.is_nested:
-        return None
-    storage = t.untyped_storage()
-    nbytes = storage.nbytes()
-    return (storage, storage._cdata, nbytes) if nbytes >= MIN_BYTES else None
-
-
-def _is_dead(handle: Handle) -> bool:
-    """Whether nobody else holds the storage, in C++ or in Python, nor another process, and it is as large as it was."""
-    return (
-        _use_count(handle[1]) == 1
-        and sys.getrefcount(handle[0]) == 2
-        and handle[0].nbytes() == handle[2]
-        and not handle[0].is_shared()
-    )

@@ -1,0 +1,144 @@
+"""Memory of dead results, held for the next ones (see `reuse`).
+
+Dead memory counts as memory. Handles on dead results are let go, the oldest first, until they are within what the plan leaves free
+at this moment (`ir.Spare`); so no peak rises. What is still alive is not counted: its handle costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from keepwise.runtime import reuse
+
+Tensor = torch.Tensor
+MAX_HANDLES = 64
+Handle = tuple[torch.UntypedStorage, int, int]
+"""(storage, its address, its bytes)"""
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Recycler:
+    """Handles on the last results of a piece of work; those that are dead give their memory to the next ones."""
+
+    __slots__ = ("handles", "nbytes")
+
+    def __init__(self, handles: list[Handle] | None = None) -> None:
+        self.handles: deque[Handle] = deque(handles or ())
+        """Oldest first."""
+        self.nbytes = sum(n for _, _, n in self.handles)
+        """Of all handles."""
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.handles.clear()
+        self.nbytes = 0
+
+    def lend(self, result: Any) -> None:
+        """Results were made: their memory may be used again when they are dead."""
+        if isinstance(result, Tensor):
+            self._lend(result)
+        elif type(result) is tuple or type(result) is list:
+            for r in result:
+                if isinstance(r, Tensor):
+                    self._lend(r)
+
+    def _lend(self, t: Tensor) -> None:
+        handle = handle_of(t)
+        if handle is None:
+            return
+        if len(self.handles) == MAX_HANDLES:
+            self.nbytes -= self.handles.popleft()[2]
+        self.handles.append(handle)
+        self.nbytes += handle[2]
+
+    def take(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor | None:
+        """A tensor over dead memory of exactly that size; None where there is none."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        handles = self.handles
+        if nbytes < reuse.MIN_BYTES:
+            return None
+        for i in range(len(handles) - 1, -1, -1):  # the latest is the likeliest to be in the caches
+            if handles[i][2] == nbytes and _is_dead(handles[i]):
+                storage = handles[i][0]
+                del handles[i]
+                self.nbytes -= nbytes
+                t = torch.empty(0, dtype=dtype)
+                return t.set_(storage, 0, shape, stride) if stride is not None else t.set_(storage, 0, shape)  # type: ignore[arg-type]
+        return None
+
+    def trim(self, spare_bytes: int) -> None:
+        """Let go of dead memory, the oldest first, until it is within what may be held."""
+        if self.nbytes <= spare_bytes:
+            return
+        dead = [_is_dead(handle) for handle in self.handles]
+        excess = sum(handle[2] for handle, is_dead in zip(self.handles, dead, strict=True) if is_dead) - spare_bytes
+        if excess <= 0:
+            return
+        kept: deque[Handle] = deque()
+        for handle, is_dead in zip(self.handles, dead, strict=True):
+            if is_dead and excess > 0:
+                excess -= handle[2]
+                self.nbytes -= handle[2]
+            else:
+                kept.append(handle)
+        self.handles = kept
+
+
+def handle_of(t: Tensor) -> Handle | None:
+    """A handle on the memory of a tensor; None where it is not worth one, or not ours to give."""
+    if t.layout is not torch.strided or t.device.type != "cpu" or t.is_nested:
+        return None
+    storage = t.untyped_storage()
+    nbytes = storage.nbytes()
+    return (storage, storage._cdata, nbytes) if nbytes >= reuse.MIN_BYTES else None
+
+
+def _is_dead(handle: Handle) -> bool:
+    """Whether nobody else holds the storage, in C++ or in Python, nor another process, and it is as large as it was."""
+    return (
+        _use_count(handle[1]) == 1
+        and sys.getrefcount(handle[0]) == 2
+        and handle[0].nbytes() == handle[2]
+        and not handle[0].is_shared()
+    )
+
+
+class Loans:
+    """Memory of what windows retained, held for the replay of later windows of the same forward pass."""
+
+    __slots__ = ("__weakref__", "handles", "task")
+
+    def __init__(self) -> None:
+        self.handles: dict[int, list[Handle]] = {}
+        """Borrower -> handles."""
+        self.task = -1
+
+    def take(self, window: int, task: int) -> list[Handle]:
+        """What a window may write over."""
+        if self.task != task:  # that pass failed
+            self.handles.clear()
+        return self.handles.pop(window, [])
+
+    def give(self, window: int, t: Tensor, task: int) -> None:
+        """Hold the memory of a tensor for a window; no longer than the pass lasts."""
+        handle = handle_of(t)
+        lent = self.handles.setdefault(window, [])
+        if handle is None or any(handle[1] == address for _, address, _ in lent):
+            return
+        if self.task != task:
+            self.task = task
+            weak = weakref.ref(self)
+
+            def end_of_pass() -> None:
+                loans = weak()
+                if loans is not None:
+                    loans.handles.clear()
+
+            torch.autograd.Variable._execution_engine.queue_callback(end_of_pass)
+        lent.append(handle)

@@ -347,7 +347,7 @@ class WindowRun:
             kwargs = call.kwargs or {}
             if room is not None:
                 assert call.form is not None
-                self.stats.recycled_bytes += room.nbytes
+                self.stats.recycled_bytes_in_replays += room.nbytes
                 result = call.form.func(*call.args, **kwargs, out=room)
             elif call.random is None:
                 result = call.func(*call.args, **kwargs)

@@ -27,7 +27,8 @@ class StepStats:
     num_ops_replayed: int = 0
     replay_seconds: float = 0.0
     recycled_bytes: int = 0
-    """Bytes of results that were written into memory of dead ones, in forward and in replays."""
+    """Bytes of results of forward that were written into memory of dead ones."""
+    recycled_bytes_in_replays: int = 0
     num_deviations: int = 0
     """Saved tensors that the plan drops and that were kept because the step differed from the recorded one."""
     deviation_bytes: int = 0

@@ -86,18 +86,17 @@ def _most_at_once(replay: ReplayTrace) -> Counter[int]:
 
 
 def recycled_bytes(timeline: Timeline, spare: Spare, writes_into: Callable[[str], bool]) -> int:
-    """Bytes of results that a step under this schedule writes into dead memory instead of new one.
+    """Bytes of forward's results that are written into dead memory instead of new one.
 
     Args:
         timeline: the simulated step.
         spare: what it leaves free.
         writes_into: whether an op of that target can write into given memory.
     """
-    step, bytes_of = timeline.step, timeline.index.charge
-    ends = timeline.ends
+    bytes_of = timeline.index.charge
     total = 0
     shelf = _Shelf()
-    for op in step.ops:
+    for op in timeline.step.ops:
         if op.phase is not Phase.FORWARD:
             continue
         fresh = [s for s in timeline.index.fresh[op.index] if bytes_of[s] >= MIN_BYTES]
@@ -105,27 +104,7 @@ def recycled_bytes(timeline: Timeline, spare: Spare, writes_into: Callable[[str]
             total += bytes_of[fresh[0]]
         shelf.trim(spare.moments[op.index], op.index)
         for s in fresh:
-            shelf.put(bytes_of[s], int(ends[s]))
-    able = [writes_into(op.target) for op in step.ops]
-    lent: dict[int, list[int]] = {}
-    for (_, storage), borrower in spare.loans.items():
-        lent.setdefault(borrower, []).append(bytes_of[storage])
-    for replay in timeline.replays:
-        shelf = _Shelf()
-        for n in lent.get(replay.window, ()):
-            shelf.put(n, -1)
-        born: dict[int, list[tuple[int, int]]] = {}
-        for _, n, first, last in replay.buffers:
-            if n >= MIN_BYTES:
-                born.setdefault(first, []).append((n, last))
-        for position, index in enumerate(replay.ops):
-            made = born.get(position, [])
-            # An argument that is read for the last time by this op may be written over, hence the position after it.
-            if len(made) == 1 and able[index] and shelf.take(made[0][0], position + 1):
-                total += made[0][0]
-            shelf.trim(spare.replays[replay.window][position], position)
-            for n, last in made:
-                shelf.put(n, last)
+            shelf.put(bytes_of[s], int(timeline.ends[s]))
     return total
 
 

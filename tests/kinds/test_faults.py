@@ -61,8 +61,9 @@ def _without_detach(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_clean_surroundings(patch: pytest.MonkeyPatch) -> None:
-    """Replays run under whatever mode backward runs under."""
+    """Replays run under whatever mode backward runs under. (What writes into given memory knows no autocast.)"""
     patch.setattr("keepwise.runtime.replay.clean", contextlib.nullcontext)
+    patch.setattr("keepwise.runtime.reuse.MIN_BYTES", 1 << 30)
 
 
 def _differs(spec: Spec) -> bool:

@@ -102,22 +102,40 @@ def plan_floor(step: Step) -> OptimalResult:
     return _result(bench, bench.floor().peak_bytes, 0.01, began, ["menus", "chain"])
 
 
-def frontier(step: Step, points: int = 20) -> list[OptimalResult]:
+def frontier(step: Step, points: int = 20, *, also: Sequence[Step] = ()) -> list[OptimalResult]:
     """Plans at `points` budgets from the floor to the plain peak, ascending.
 
     Every budget's answer is the best of all plans that were found for any of them: less budget never gives a higher peak or less time.
+
+    Args:
+        step: a steady training step.
+        points: number of budgets.
+        also: the same step in other forms (`ir.packing`): each answer is the best of all, the bound is the least of theirs.
     """
-    bench = workbench(step)
-    bench.prepare()
-    low, high = bench.floor().peak_bytes, bench.plain.peak_bytes
+    benches = [workbench(s) for s in (step, *also)]
+    for bench in benches:
+        bench.prepare()
+    low, high = min(bench.floor().peak_bytes for bench in benches), benches[0].plain.peak_bytes
     budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
-    solved = {budget: plan_optimal(step, budget) for budget in reversed(budgets)}
-    found = []
-    for budget in budgets:
-        layers = list(solved[budget].layers)
-        result = _result(bench, budget, 0.01, time.perf_counter(), layers)
-        found.append(replace(result, solve_seconds=solved[budget].solve_seconds))
-    return found
+    solved = {budget: [plan_optimal(bench.step, budget) for bench in benches] for budget in reversed(budgets)}
+    return [_best_of(benches, budget, solved[budget]) for budget in budgets]
+
+
+def _best_of(benches: Sequence[Workbench], budget: int, solved: Sequence[OptimalResult]) -> OptimalResult:
+    """The best of several forms of a step at a budget, by all that is known of each by now."""
+    results = [
+        _result(bench, budget, 0.01, time.perf_counter(), list(r.layers))
+        for bench, r in zip(benches, solved, strict=True)
+    ]
+    best = min(results, key=lambda r: (r.status is Status.INFEASIBLE, r.added_seconds, r.peak_bytes))
+    bound = min(r.bound_seconds for r in results if r.status is not Status.INFEASIBLE or r is best)
+    return replace(
+        best,
+        floor_bytes=min(r.floor_bytes for r in results),
+        bound_seconds=bound,
+        gap=gap_of(best.added_seconds, bound, benches[0].step.seconds),
+        solve_seconds=sum(r.solve_seconds for r in solved),
+    )
 
 
 def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, layers: list[str]) -> None:

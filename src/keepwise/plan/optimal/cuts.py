@@ -11,7 +11,7 @@ Consecutive pieces are joined where the joined sequence repeats: attention and M
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keepwise.plan.optimal.graph import Graph
@@ -21,6 +21,9 @@ TARGET_OPS = 60
 
 TARGET_SAVES = 14
 """Pieces save about as many storages at most, where the graph allows."""
+
+MAX_JOINED_SAVES = 12
+"""Pieces that save more together are not joined: their menu would take longer than it is worth."""
 
 NEAR = 4
 """Cuts as many ops apart are the same place."""
@@ -52,8 +55,13 @@ class _Life:
 def find_pieces(graph: Graph, forward: Sequence[int]) -> tuple[list[Piece], frozenset[int]]:
     """The pieces of the forward ops, in order (positions in `forward`), and the long-lived storages that are held always."""
     life = _lifetimes(graph, forward)
-    cuts, wide = _cuts(graph, life, len(forward))
-    return _join_repeats(graph, forward, cuts, TARGET_OPS), wide
+    births = _births(graph, life)
+    cuts, wide = _cuts(graph, life, births, len(forward))
+
+    def is_small(a: int, b: int) -> bool:
+        return b - a <= 2 * TARGET_OPS and sum(a <= at < b for at in births) <= MAX_JOINED_SAVES
+
+    return _join_repeats(graph, forward, cuts, is_small), wide
 
 
 def _lifetimes(graph: Graph, forward: Sequence[int]) -> _Life:
@@ -80,11 +88,16 @@ def _charged(graph: Graph, storage: int) -> bool:
     return not graph.is_leaf(storage) and s.held_until < graph.num_moments - 1
 
 
-def _cuts(graph: Graph, life: _Life, size: int) -> tuple[list[Cut], frozenset[int]]:
-    """Cuts for the largest limit on what counts as short-lived that makes the pieces small."""
+def _births(graph: Graph, life: _Life) -> list[int]:
+    """Positions at which storages that are saved, and not small, are born."""
     saved = [s for s in life.first if graph.reads[s] and graph.nbytes[s]]
     total = sum(graph.nbytes[s] for s in saved)
-    births = sorted(life.first[s] for s in saved if graph.nbytes[s] > SMALL_SHARE * total / 10)
+    return sorted(life.first[s] for s in saved if graph.nbytes[s] > SMALL_SHARE * total / 10)
+
+
+def _cuts(graph: Graph, life: _Life, births: Sequence[int], size: int) -> tuple[list[Cut], frozenset[int]]:
+    """Cuts for the largest limit on what counts as short-lived that makes the pieces small."""
+    total = sum(graph.nbytes[s] for s in life.first if graph.reads[s])
     best: tuple[list[Cut], frozenset[int]] = ([(0, ())], frozenset())
     lowest = float("inf")
     limit = size + 1
@@ -152,8 +165,10 @@ def _without_unsaved(graph: Graph, cuts: list[Cut]) -> list[Cut]:
     ]
 
 
-def _join_repeats(graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], target_ops: int) -> list[Piece]:
-    """(from, to, inputs) of stages: consecutive pieces joined to the period of the longest repetition."""
+def _join_repeats(
+    graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], is_small: Callable[[int, int], bool]
+) -> list[Piece]:
+    """(from, to, inputs) of stages: consecutive pieces joined to the period of the longest repetition, where that is small."""
     size = len(forward)
     ops = graph.step.ops
     pieces = [(cut, cuts[i + 1][0] if i + 1 < len(cuts) else size, crossing) for i, (cut, crossing) in enumerate(cuts)]
@@ -180,7 +195,7 @@ def _join_repeats(graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], tar
     i = best_start
     while i + best_period <= best_start + best_cover:
         run = pieces[i : i + best_period]
-        if run[-1][1] - run[0][0] <= 2 * target_ops:
+        if is_small(run[0][0], run[-1][1]):
             joined.append((run[0][0], run[-1][1], run[0][2]))
         else:
             joined.extend(run)

@@ -222,10 +222,13 @@ class Graph:
                     found.setdefault((v.storage, v.version), need.value)
         return tuple(sorted(found.values()))
 
-    def carried_bytes(self, ops: Collection[int]) -> int:
-        """Bytes that forward sets aside for a replay of `ops`: generator states and copies of leaves that are written later."""
-        states = sum(self._drawing.get(o, 0) for o in ops) if self._drawing else 0
-        return states + sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
+    def drawn_bytes(self, op: int) -> int:
+        """Bytes that forward sets aside to replay an op: a generator's state, or a packed form."""
+        return self._drawing.get(op, 0)
+
+    def copied_bytes(self, ops: Collection[int]) -> int:
+        """Bytes of the copies of leaves that forward makes for a replay of `ops`."""
+        return sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
 
 
 def _passes(graph: Graph) -> tuple[tuple[int, ...], ...]:

@@ -6,6 +6,7 @@
    for more.
 4. *Second solve*: the smallest budget at which the program takes the same time.
 5. *Finer grains*: where a gap is left, all again with tables for the lower part of the range only.
+6. *All schedules*: where one is still left, the bound over all schedules (`overall`), if that is higher.
 
 Every plan that the judge accepted is remembered with its step (`workbench`), and the best that fits is the answer, so that a
 smaller budget never gives a higher peak or less added time.
@@ -28,10 +29,16 @@ import numpy as np
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal.binding import describe_peak
 from keepwise.plan.optimal.in_flight import solve_in_flight
+from keepwise.plan.optimal.overall import bound_over_all_schedules
 from keepwise.plan.optimal.result import OptimalResult, Status, gap_of, why_floor, why_none, why_optimal
 from keepwise.plan.optimal.workbench import TINY, Candidate, View, Workbench, workbench
 from keepwise.plan.registry import registered_schedules
 from keepwise.simulate import simulate
+
+MAX_OVERALL_OPS = 3000
+"""Above as many ops the bound over all schedules is not asked for."""
+
+MAX_OVERALL_SECONDS = 1.0
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the gap so far."""
@@ -89,6 +96,7 @@ def plan_optimal(
             if view is not None:
                 layers += [] if "finer grains" in layers else ["finer grains"]
                 _solve(bench, view, budget_bytes, began + time_limit, layers)
+        _over_all(bench, budget_bytes, began + time_limit, tolerance, layers)
     except KeyboardInterrupt:
         layers.append("interrupted")
     return _result(bench, budget_bytes, tolerance, began, layers)
@@ -158,6 +166,17 @@ def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, lay
         smallest = view.upper.smallest(best.added_seconds + TINY)
         if smallest is not None and smallest < best.peak_bytes:
             bench.try_chain(view, view.upper, smallest)
+
+
+def _over_all(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:
+    """Where a gap is left: a bound over all schedules is one over the family too."""
+    left = min(deadline - time.perf_counter(), MAX_OVERALL_SECONDS)
+    if len(bench.step.ops) > MAX_OVERALL_OPS or left <= 0 or _gap(bench, budget_bytes) <= tolerance:
+        return
+    bound = bound_over_all_schedules(bench.step, budget_bytes, time_limit=left)
+    if bound < float("inf"):
+        bench.note_bound(budget_bytes, bound)
+        layers.append("all schedules")
 
 
 def _several(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:

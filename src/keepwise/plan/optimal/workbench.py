@@ -82,7 +82,7 @@ class Workbench:
     _closer: dict[tuple[int, int], View] = field(default_factory=dict)
     """(position of a view, halvings of its range) -> the same view of the lower part of the range, in finer grains."""
     _bounds: dict[int, float] = field(default_factory=dict)
-    """Budget -> bound, where it is not read off the tables (micro-batches in flight)."""
+    """Budget -> bound that is not read off the tables: for micro-batches in flight, and that over all schedules."""
     _searched: bool = False
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
@@ -133,13 +133,15 @@ class Workbench:
 
     def bound(self, budget_bytes: int) -> float:
         """Least added seconds at a budget that any view admits; infinite where none admits a plan, 0 without views."""
-        if self.step.in_flight > 1:  # more budget never takes more time
-            return max((found for at, found in self._bounds.items() if at >= budget_bytes), default=0.0)
+        # More budget never takes more time.
+        proved = max((found for at, found in self._bounds.items() if at >= budget_bytes), default=0.0)
+        if self.step.in_flight > 1:
+            return proved
         least = [view.lower.seconds(budget_bytes) for view in self.views]
         for (number, _), view in self._closer.items():
             if budget_bytes <= view.high:
                 least[number] = max(least[number], view.lower.seconds(budget_bytes))
-        return min(least, default=0.0)
+        return max(min(least, default=0.0), proved)
 
     def note_bound(self, budget_bytes: int, seconds: float) -> None:
         """Remember a bound that was proved for a budget."""

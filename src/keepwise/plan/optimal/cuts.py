@@ -1,9 +1,9 @@
 """Where the forward pass may be cut: its narrow points.
 
 A *cut* lies before a forward op. What crosses it is every storage that was born before and is read after. A point is narrow
-where at most one *short-lived* storage crosses. Long-lived ones are of two kinds: small ones (masks, rotary tables) are held
-always; large ones (skips of a U-Net, an encoder's output) cross with it. How long is long is found by trying: as long as the
-pieces are small enough to be planned one by one.
+where at most one *short-lived* storage crosses (two or three, as the states of a recurrent cell, where that leaves large pieces).
+Long-lived ones are of two kinds: small ones (masks, rotary tables) are held always; large ones (skips of a U-Net, an encoder's
+output) cross with it. How long is long is found by trying: as long as the pieces are small enough to be planned one by one.
 
 Consecutive pieces are joined where the joined sequence repeats: attention and MLP of a transformer make a block.
 """
@@ -11,7 +11,7 @@ Consecutive pieces are joined where the joined sequence repeats: attention and M
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from keepwise.plan.optimal.graph import Graph
@@ -30,6 +30,9 @@ NEAR = 4
 
 SMALL_SHARE = 0.003
 """Share of all saved bytes below which a long-lived storage is held always."""
+
+WIDE_SHARE = 0.02
+"""Share of all saved bytes that those may have together."""
 
 MAX_CROSSING = 12
 
@@ -100,11 +103,12 @@ def _cuts(graph: Graph, life: _Life, births: Sequence[int], size: int) -> tuple[
     total = sum(graph.nbytes[s] for s in life.first if graph.reads[s])
     best: tuple[list[Cut], frozenset[int]] = ([(0, ())], frozenset())
     lowest = float("inf")
-    limit = size + 1
-    while limit >= NEAR:
+    for most, limit in itertools.product((1, 2, 3), _halved(size + 1)):
         long = {s for s, at in life.first.items() if life.last[s] - at > limit and _charged(graph, s)}
         wide = frozenset(s for s in long if graph.nbytes[s] <= SMALL_SHARE * total)
-        narrow = _narrow(graph, life, size, wide, long - wide)
+        if sum(graph.nbytes[s] for s in wide) > WIDE_SHARE * total:
+            wide = frozenset()
+        narrow = _narrow(graph, life, size, wide, long - wide, most)
         # What is saved costs nothing to hold until it is read: prefer cuts where only such storages cross.
         saved_only = [cut for cut in narrow if all(graph.reads[s] for s in cut[1])]
         for cuts in (saved_only, _without_unsaved(graph, narrow)):
@@ -114,8 +118,13 @@ def _cuts(graph: Graph, life: _Life, births: Sequence[int], size: int) -> tuple[
                 best, lowest = (cuts, wide), widest
             if lowest <= 1.0:
                 return best
-        limit //= 2
     return best
+
+
+def _halved(limit: int) -> Iterator[int]:
+    while limit >= NEAR:
+        yield limit
+        limit //= 2
 
 
 def _weight(births: Sequence[int], a: int, b: int) -> float:
@@ -124,8 +133,8 @@ def _weight(births: Sequence[int], a: int, b: int) -> float:
     return max((b - a) / (2 * TARGET_OPS), saves / TARGET_SAVES)
 
 
-def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: set[int]) -> list[Cut]:
-    """Cuts where at most one short-lived storage crosses."""
+def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: set[int], most: int) -> list[Cut]:
+    """Cuts where at most `most` short-lived storages cross."""
     opens: list[list[int]] = [[] for _ in range(size + 1)]
     closes: list[list[int]] = [[] for _ in range(size + 1)]
     shut = [0] * (size + 2)
@@ -145,7 +154,7 @@ def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: se
         crossing.update(opens[at])
         closed += shut[at]
         short = sum(1 for s in crossing if s not in long)
-        if closed or short > 1 or not 1 <= len(crossing) <= MAX_CROSSING:
+        if closed or short > most or not 1 <= len(crossing) <= MAX_CROSSING:
             continue
         here = tuple(sorted(crossing))
         if here != cuts[-1][1]:

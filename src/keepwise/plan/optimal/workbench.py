@@ -12,7 +12,7 @@ from typing import Any
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.droppable import formally_droppable
-from keepwise.plan.named import get_planner
+from keepwise.plan.named import boundary_names, get_planner
 from keepwise.plan.optimal.assemble import assemble
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.model import Model, build_model
@@ -24,10 +24,15 @@ _KEY = "_optimal_workbench"
 TINY = 1e-9
 """Seconds that count as none."""
 
-NAMED = ("full", "every:2", "every:3", "every:4", "sqrt", "recursive", "selective", "recompute_everything")
+NAMED = ("full", *(f"every:{k}" for k in range(2, 9)), "sqrt", "recursive", "selective", "recompute_everything")
 """Planners whose schedules are candidates at every budget."""
 
-MAX_NAMED_OPS = 20_000
+MAX_BOUNDARY_OPS = 5000
+"""Up to as many ops, boundaries at modules are tried too: `NUM_BOUNDARIES` kinds of modules and as many single ones."""
+
+NUM_BOUNDARIES = 16
+
+MAX_NAMED_OPS = 40_000
 """Above as many ops they are not tried: they take longer than the program that beats them."""
 
 LONG_CHAIN = 64
@@ -92,7 +97,8 @@ class Workbench:
         if self.views:
             return
         if len(self.step.ops) <= MAX_NAMED_OPS:
-            for name in NAMED:
+            few = len(self.step.ops) <= MAX_BOUNDARY_OPS
+            for name in (*NAMED, *(boundary_names(self.step, NUM_BOUNDARIES) if few else ())):
                 self.offer(get_planner(name).plan(self.step, None))
         model = build_model(self.step)
         high = self.plain.peak_bytes - self.plain.others_bytes

@@ -80,7 +80,7 @@ def _lifetimes(graph: Graph, forward: Sequence[int]) -> _Life:
             storage = step.values[value].storage
             if storage in first:
                 last[storage] = max(last[storage], at)
-                if not graph.settled(value) or graph.outlives_reads(storage):
+                if not graph.settled(value, op) or graph.outlives_reads(storage):
                     moving[storage] = max(moving.get(storage, 0), at)
     return _Life(first=first, last=last, moving=moving)
 

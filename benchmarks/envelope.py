@@ -49,7 +49,7 @@ def recorded(name: str) -> Step:
     batch = as_batch(target.args, target.kwargs)
     run = whole_step(target.model, batch, target.loss, None)
     traced = trace_steps(run, model=target.model, inputs=(batch.args, batch.kwargs), device="cpu")
-    return only_inside_forward(traced.recording.step, traced.recording.calls)
+    return only_inside_forward(traced.recording.step, traced.recording.inside)
 
 
 def predicted(step: Step) -> dict:

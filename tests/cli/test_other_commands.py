@@ -108,6 +108,9 @@ def test_frontier(keepwise, target, tmp_path):
     assert "<svg" in page.read_text()
     assert "--force" in keepwise.fails("frontier", target("make"), "--report", page, code=2)
     assert "At the knee" in keepwise("frontier", target("make"), "--points", "2").stdout
+    several = keepwise.json("frontier", target("make"), "--points", "2", "--in-flight", "3")
+    assert several["in_flight"] == 3
+    assert several["plain_peak_bytes"] > found["plain_peak_bytes"]
 
 
 def test_doctor(keepwise, target):

@@ -40,6 +40,28 @@ def test_the_knee_is_below_the_straight_line(curve: keepwise.Frontier) -> None:
         keepwise.frontier(*stack(depth=1), loss=loss, points=1)
 
 
+def test_micro_batches_in_flight_count_at_every_budget(curve: keepwise.Frontier) -> None:
+    model, x = stack(depth=5)
+    several = keepwise.frontier(model, x, loss=loss, points=5, in_flight=3)
+    assert several.plain_peak_bytes > curve.plain_peak_bytes
+    for less, more in itertools.pairwise(several.points):
+        assert less.peak_bytes <= more.peak_bytes <= more.budget_bytes
+        assert less.added_seconds >= more.added_seconds
+    # What `fit` promises for the same number at a budget of the curve is the same plan's peak or a lower one.
+    middle = several.points[2]
+    plan = keepwise.fit(model, x, loss=loss, budget=middle.budget_bytes, in_flight=3, verify=False)
+    assert plan.peak_bytes <= middle.budget_bytes
+    with pytest.raises(UsageError, match="in_flight must be a positive number"):
+        keepwise.frontier(model, x, loss=loss, in_flight=0)
+
+
+def test_masks_may_be_expanded_from_their_bits_as_in_fit() -> None:
+    model, x = stack(depth=3, dropout=0.1)
+    curve = keepwise.frontier(model, x, loss=loss, points=4)
+    plan = keepwise.fit(model, x, loss=loss, budget="min", verify=False)
+    assert curve.points[0].peak_bytes <= plan.peak_bytes * 1.01
+
+
 @pytest.fixture(scope="module")
 def plan() -> keepwise.Plan:
     model, x = stack(depth=5)

@@ -18,6 +18,13 @@ from keepwise.report.frontier import FrontierReport, print_frontier, render_fron
 )
 @click.option("--report", metavar="FILE", help="Write an HTML page that needs no network.")
 @GRADS
+@click.option(
+    "--in-flight",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Micro-batches whose forward runs before the first backward, as on a stage of a pipeline.",
+)
 @OPTIMIZER
 @DEVICE
 @click.option("--force", is_flag=True, help="Overwrite files.")
@@ -28,6 +35,7 @@ def command(
     points: int,
     report: str | None,
     grads: str,
+    in_flight: int,
     optimizer: str | None,
     device: str | None,
     force: bool,
@@ -47,6 +55,7 @@ def command(
             loss=loaded.loss,
             optimizer=make_optimizer(optimizer, loaded),
             grads=grads,
+            in_flight=in_flight,
             progress=say,
         )
     knee = found.knee
@@ -61,6 +70,7 @@ def command(
     io.data = {
         "command": "frontier",
         "target": target,
+        "in_flight": in_flight,
         "plain_peak_bytes": found.plain_peak_bytes,
         "step_seconds": found.step_seconds,
         "points": [dataclasses.asdict(p) for p in found.points],

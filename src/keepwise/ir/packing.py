@@ -8,6 +8,7 @@ that finishes such a tensor is replaced by one with `Op.unpacks`; nothing else i
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TypeVar
 
 import msgspec
@@ -27,12 +28,29 @@ def with_packing(step: Step, *, but: frozenset[int] = frozenset()) -> Step:
         step: a recorded step; its storages say which have a packed form (`Storage.packed_bytes`).
         but: storages to leave as they are.
     """
-    found = {s.id: k for s in step.storages if s.id not in but and (k := _finisher(step, s)) is not None}
-    return _rewritten(step, found) if found else step
+    finishers = {s.id: k for s in step.storages if s.id not in but and (k := _finisher(step, s)) is not None}
+    prices = _prices(step, finishers)
+    found = {s: k for s, k in finishers.items() if _drawing_seconds(step, s) > prices[s]}
+    return _rewritten(step, found, prices) if found else step
+
+
+def _prices(step: Step, finishers: dict[int, int]) -> dict[int, float]:
+    """Storage -> seconds of packing and unpacking: the median of equal ones, so that equal blocks stay equal."""
+    seen: dict[tuple[str, int], list[float]] = {}
+    keys = {s: (step.ops[k].signature or step.ops[k].target, step.storages[s].nbytes) for s, k in finishers.items()}
+    for s, key in keys.items():
+        seen.setdefault(key, []).append(step.storages[s].pack_seconds)
+    return {s: statistics.median(seen[key]) for s, key in keys.items()}
+
+
+def _drawing_seconds(step: Step, storage: int) -> float:
+    """Seconds of making it as the step did."""
+    makers = {step.writers[storage, v] for v in range(step.storages[storage].versions)}
+    return sum(step.ops[o].seconds for o in makers)
 
 
 def _finisher(step: Step, s: Storage) -> int | None:
-    """The op after which a storage is packed; None where packing is not possible or not worth it."""
+    """The op after which a storage is packed; None where packing is not possible."""
     if not s.packed_bytes or s.category is not Category.ACTIVATION or s.keep_reason or s.birth == NO_OP:
         return None
     final = s.versions - 1
@@ -47,7 +65,6 @@ def _finisher(step: Step, s: Storage) -> int | None:
         or any(w != s.id for w in op.writes)
         or not any(o.random for o in makers)
         or any(step.values[save.value].version != final or save.at <= k for save in saves)
-        or sum(o.seconds for o in makers) <= s.pack_seconds
     ):
         return None
     result = step.values[op.outputs[0]]
@@ -58,7 +75,7 @@ def _finisher(step: Step, s: Storage) -> int | None:
     return k
 
 
-def _rewritten(step: Step, finishers: dict[int, int]) -> Step:
+def _rewritten(step: Step, finishers: dict[int, int], prices: dict[int, float]) -> Step:
     ops, values, storages = list(step.ops), list(step.values), list(step.storages)
     for s, k in finishers.items():
         old, op = storages[s], ops[k]
@@ -85,7 +102,7 @@ def _rewritten(step: Step, finishers: dict[int, int]) -> Step:
             rng_bytes=old.packed_bytes,
             replayable=True,
             why_not="",
-            seconds=old.pack_seconds,
+            seconds=prices[s],
             workspace_bytes=max(op.workspace_bytes, _PACKING_BYTES * math.prod(values[op.outputs[0]].shape)),
             signature=f"unpack {op.signature}",
         )

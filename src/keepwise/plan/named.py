@@ -153,6 +153,20 @@ def _module_starts(step: Step, paths: tuple[str, ...]) -> list[int]:
     return found
 
 
+def boundary_names(step: Step, most: int) -> list[str]:
+    """Planners `boundaries:...` worth a try: one for the modules of each kind (`h.*.mlp`), then some for single modules.
+
+    Args:
+        step: the step.
+        most: as many at most of either sort, evenly spread.
+    """
+    paths = dict.fromkeys(op.path for op in step.ops if op.path and op.phase == Phase.FORWARD)
+    prefixes = dict.fromkeys(".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2))
+    kinds = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in p.split(".")) for p in prefixes)
+    singles = [p for p in prefixes if any(part.isdecimal() for part in p.split("."))]
+    return ["boundaries:" + p for sort in (list(kinds), singles) for p in sort[:: -(-len(sort) // most) or 1]]
+
+
 def _recompute_everything(step: Step) -> Schedule:
     blocks = find_blocks(step)
     n = min(len(blocks), _STRESS_WINDOWS)

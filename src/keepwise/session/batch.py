@@ -45,6 +45,12 @@ def as_batch(args: Any, kwargs: Mapping[str, Any] | None) -> Batch:
     )
 
 
+def check_in_flight(number: Any) -> None:
+    """Raises UsageError where `number` is no positive number of micro-batches."""
+    if not isinstance(number, int) or number < 1:
+        raise UsageError(f"in_flight must be a positive number of micro-batches, got {number!r}")
+
+
 def largest_first(batches: Iterable[Any]) -> list[Batch]:
     """Batches in the order given, but the first one is none that another is larger than."""
     found = [as_batch(b, None) for b in batches]

@@ -26,7 +26,16 @@ from keepwise.session.admit import (
     run_plain,
     traced_observation,
 )
-from keepwise.session.batch import Batch, Loss, as_batch, check_devices, largest_first, make_optimizer, whole_step
+from keepwise.session.batch import (
+    Batch,
+    Loss,
+    as_batch,
+    check_devices,
+    check_in_flight,
+    largest_first,
+    make_optimizer,
+    whole_step,
+)
 from keepwise.session.budget import check_budget, parse_budget
 from keepwise.session.cache import PlanCache
 from keepwise.session.device import auto_budget, device_bytes, free_bytes
@@ -365,8 +374,7 @@ def _check_options(**given: Any) -> None:
         raise UsageError(f"grads must be 'held' or 'fresh', got {given['grads']!r}")
     if given["on_infeasible"] not in ("raise", "floor"):
         raise UsageError(f"on_infeasible must be 'raise' or 'floor', got {given['on_infeasible']!r}")
-    if not isinstance(given["in_flight"], int) or given["in_flight"] < 1:
-        raise UsageError(f"in_flight must be a positive number of micro-batches, got {given['in_flight']!r}")
+    check_in_flight(given["in_flight"])
     if given["batches"] is not None and (given["args"] is not None or given["step"] is not None):
         raise UsageError("pass batches= alone, without args or step=")
     if given["batches"] is not None and not given["batches"]:

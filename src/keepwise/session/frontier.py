@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from keepwise._errors import UsageError
+from keepwise.ir.packing import with_packing
 from keepwise.plan.optimal import frontier as solve_frontier
-from keepwise.session.batch import Loss, as_batch, check_devices, make_optimizer, whole_step
+from keepwise.session.batch import Loss, as_batch, check_devices, check_in_flight, make_optimizer, whole_step
 from keepwise.session.step_facts import only_inside_forward
 from keepwise.simulate import simulate
 from keepwise.trace import trace_steps
@@ -62,6 +64,7 @@ def frontier(
     step: Callable[[], Any] | None = None,
     optimizer: Any = None,
     grads: str = "held",
+    in_flight: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> Frontier:
     """Plan for `points` budgets between the smallest reachable peak and the plain one; the model is left as it is.
@@ -75,6 +78,7 @@ def frontier(
         step: as in `fit`.
         optimizer: as in `fit`.
         grads: as in `fit`.
+        in_flight: as in `fit`.
         progress: told what happens.
 
     Raises:
@@ -84,6 +88,7 @@ def frontier(
         raise UsageError(f"points must be at least 2, got {points}")
     if grads not in ("held", "fresh"):
         raise UsageError(f"grads must be 'held' or 'fresh', got {grads!r}")
+    check_in_flight(in_flight)
     batch = as_batch(args, kwargs)
     device = check_devices(model, batch if step is None else None)
     optimizer = make_optimizer(optimizer, model)
@@ -96,9 +101,11 @@ def frontier(
     recorded = traced.recording.step
     if step is None:
         recorded = only_inside_forward(recorded, traced.recording.inside)
+    recorded = msgspec.structs.replace(recorded, in_flight=in_flight)
     if progress:
         progress(f"solving for {points} budgets")
-    found = solve_frontier(recorded, points)
+    packed = with_packing(recorded)
+    found = solve_frontier(recorded, points, also=() if packed is recorded else (packed,))
     return Frontier(
         points=tuple(
             Point(

@@ -228,11 +228,15 @@ def _admit_view(
     effects: Effects,
 ) -> Effects:
     placed, named = with_tensors(args, kwargs, list(twins))
+
+    def call() -> Any:
+        return func(*placed, **named)
+
     try:
         with clean():
-            began = time.perf_counter()
-            again = tensors_out(func(*placed, **named))
-            seconds = time.perf_counter() - began
+            result, first = _timed(call, twins)
+            again = tensors_out(result)
+            seconds = _warm(call, twins, first)
     except Exception as error:
         return replace(effects, replayable=False, why_not=f"its replay raised {type(error).__name__}: {_line(error)}")
     twin_of = {t.untyped_storage()._cdata: w.untyped_storage()._cdata for t, w in zip(tensors, twins, strict=True)}

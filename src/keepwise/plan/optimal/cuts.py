@@ -1,9 +1,9 @@
 """Where the forward pass may be cut: its narrow points.
 
 A *cut* lies before a forward op. What crosses it is every storage that was born before and is read after. A point is narrow
-where at most one *short-lived* storage crosses. Long-lived ones are of two kinds: small ones (masks, rotary tables) are held
-always; large ones (skips of a U-Net, an encoder's output) cross with it. How long is long is found by trying: as long as the
-pieces are small enough to be planned one by one.
+where at most one *short-lived* storage crosses (two or three, as the states of a recurrent cell, where that leaves large pieces).
+Long-lived ones are of two kinds: small ones (masks, rotary tables) are held always; large ones (skips of a U-Net, an encoder's
+output) cross with it. How long is long is found by trying: as long as the pieces are small enough to be planned one by one.
 
 Consecutive pieces are joined where the joined sequence repeats: attention and MLP of a transformer make a block.
 """
@@ -11,7 +11,7 @@ Consecutive pieces are joined where the joined sequence repeats: attention and M
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from keepwise.plan.optimal.graph import Graph
@@ -22,11 +22,17 @@ TARGET_OPS = 60
 TARGET_SAVES = 14
 """Pieces save about as many storages at most, where the graph allows."""
 
+MAX_JOINED_SAVES = 12
+"""Pieces that save more together are not joined: their menu would take longer than it is worth."""
+
 NEAR = 4
 """Cuts as many ops apart are the same place."""
 
 SMALL_SHARE = 0.003
 """Share of all saved bytes below which a long-lived storage is held always."""
+
+WIDE_SHARE = 0.02
+"""Share of all saved bytes that those may have together."""
 
 MAX_CROSSING = 12
 
@@ -52,8 +58,13 @@ class _Life:
 def find_pieces(graph: Graph, forward: Sequence[int]) -> tuple[list[Piece], frozenset[int]]:
     """The pieces of the forward ops, in order (positions in `forward`), and the long-lived storages that are held always."""
     life = _lifetimes(graph, forward)
-    cuts, wide = _cuts(graph, life, len(forward))
-    return _join_repeats(graph, forward, cuts, TARGET_OPS), wide
+    births = _births(graph, life)
+    cuts, wide = _cuts(graph, life, births, len(forward))
+
+    def is_small(a: int, b: int) -> bool:
+        return b - a <= 2 * TARGET_OPS and sum(a <= at < b for at in births) <= MAX_JOINED_SAVES
+
+    return _join_repeats(graph, forward, cuts, is_small), wide
 
 
 def _lifetimes(graph: Graph, forward: Sequence[int]) -> _Life:
@@ -69,7 +80,7 @@ def _lifetimes(graph: Graph, forward: Sequence[int]) -> _Life:
             storage = step.values[value].storage
             if storage in first:
                 last[storage] = max(last[storage], at)
-                if not graph.settled(value) or graph.outlives_reads(storage):
+                if not graph.settled(value, op) or graph.outlives_reads(storage):
                     moving[storage] = max(moving.get(storage, 0), at)
     return _Life(first=first, last=last, moving=moving)
 
@@ -80,18 +91,24 @@ def _charged(graph: Graph, storage: int) -> bool:
     return not graph.is_leaf(storage) and s.held_until < graph.num_moments - 1
 
 
-def _cuts(graph: Graph, life: _Life, size: int) -> tuple[list[Cut], frozenset[int]]:
-    """Cuts for the largest limit on what counts as short-lived that makes the pieces small."""
+def _births(graph: Graph, life: _Life) -> list[int]:
+    """Positions at which storages that are saved, and not small, are born."""
     saved = [s for s in life.first if graph.reads[s] and graph.nbytes[s]]
     total = sum(graph.nbytes[s] for s in saved)
-    births = sorted(life.first[s] for s in saved if graph.nbytes[s] > SMALL_SHARE * total / 10)
+    return sorted(life.first[s] for s in saved if graph.nbytes[s] > SMALL_SHARE * total / 10)
+
+
+def _cuts(graph: Graph, life: _Life, births: Sequence[int], size: int) -> tuple[list[Cut], frozenset[int]]:
+    """Cuts for the largest limit on what counts as short-lived that makes the pieces small."""
+    total = sum(graph.nbytes[s] for s in life.first if graph.reads[s])
     best: tuple[list[Cut], frozenset[int]] = ([(0, ())], frozenset())
     lowest = float("inf")
-    limit = size + 1
-    while limit >= NEAR:
+    for most, limit in itertools.product((1, 2, 3), _halved(size + 1)):
         long = {s for s, at in life.first.items() if life.last[s] - at > limit and _charged(graph, s)}
         wide = frozenset(s for s in long if graph.nbytes[s] <= SMALL_SHARE * total)
-        narrow = _narrow(graph, life, size, wide, long - wide)
+        if sum(graph.nbytes[s] for s in wide) > WIDE_SHARE * total:
+            wide = frozenset()
+        narrow = _narrow(graph, life, size, wide, long - wide, most)
         # What is saved costs nothing to hold until it is read: prefer cuts where only such storages cross.
         saved_only = [cut for cut in narrow if all(graph.reads[s] for s in cut[1])]
         for cuts in (saved_only, _without_unsaved(graph, narrow)):
@@ -101,8 +118,13 @@ def _cuts(graph: Graph, life: _Life, size: int) -> tuple[list[Cut], frozenset[in
                 best, lowest = (cuts, wide), widest
             if lowest <= 1.0:
                 return best
-        limit //= 2
     return best
+
+
+def _halved(limit: int) -> Iterator[int]:
+    while limit >= NEAR:
+        yield limit
+        limit //= 2
 
 
 def _weight(births: Sequence[int], a: int, b: int) -> float:
@@ -111,8 +133,8 @@ def _weight(births: Sequence[int], a: int, b: int) -> float:
     return max((b - a) / (2 * TARGET_OPS), saves / TARGET_SAVES)
 
 
-def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: set[int]) -> list[Cut]:
-    """Cuts where at most one short-lived storage crosses."""
+def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: set[int], most: int) -> list[Cut]:
+    """Cuts where at most `most` short-lived storages cross."""
     opens: list[list[int]] = [[] for _ in range(size + 1)]
     closes: list[list[int]] = [[] for _ in range(size + 1)]
     shut = [0] * (size + 2)
@@ -132,7 +154,7 @@ def _narrow(graph: Graph, life: _Life, size: int, wide: frozenset[int], long: se
         crossing.update(opens[at])
         closed += shut[at]
         short = sum(1 for s in crossing if s not in long)
-        if closed or short > 1 or not 1 <= len(crossing) <= MAX_CROSSING:
+        if closed or short > most or not 1 <= len(crossing) <= MAX_CROSSING:
             continue
         here = tuple(sorted(crossing))
         if here != cuts[-1][1]:
@@ -152,8 +174,10 @@ def _without_unsaved(graph: Graph, cuts: list[Cut]) -> list[Cut]:
     ]
 
 
-def _join_repeats(graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], target_ops: int) -> list[Piece]:
-    """(from, to, inputs) of stages: consecutive pieces joined to the period of the longest repetition."""
+def _join_repeats(
+    graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], is_small: Callable[[int, int], bool]
+) -> list[Piece]:
+    """(from, to, inputs) of stages: consecutive pieces joined to the period of the longest repetition, where that is small."""
     size = len(forward)
     ops = graph.step.ops
     pieces = [(cut, cuts[i + 1][0] if i + 1 < len(cuts) else size, crossing) for i, (cut, crossing) in enumerate(cuts)]
@@ -180,7 +204,7 @@ def _join_repeats(graph: Graph, forward: Sequence[int], cuts: Sequence[Cut], tar
     i = best_start
     while i + best_period <= best_start + best_cover:
         run = pieces[i : i + best_period]
-        if run[-1][1] - run[0][0] <= 2 * target_ops:
+        if is_small(run[0][0], run[-1][1]):
             joined.append((run[0][0], run[-1][1], run[0][2]))
         else:
             joined.extend(run)

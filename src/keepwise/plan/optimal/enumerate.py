@@ -40,6 +40,7 @@ MAX_STORAGES = 16
 
 MAX_SETS = 2048
 MAX_PAIRS = 1_000_000
+MAX_EXACT_PAIRS = 200_000
 MAX_NODES = 24
 MAX_BOUNDS = 400
 
@@ -95,6 +96,7 @@ class _Tables:
         self.seconds = np.array([graph.step.ops[o].seconds for o in self.ops])
         self.possible = np.array([graph.step.ops[o].replayable for o in self.ops])
         self.workspace = np.array([graph.step.ops[o].workspace_bytes for o in self.ops], dtype=np.float64)
+        self.drawn = np.array([graph.step.ops[o].rng_bytes for o in self.ops], dtype=np.float64)
         self.relations: list[list[_Relation]] = [[] for _ in self.ops]
         for i, op in enumerate(self.ops):
             for need in graph.needs(op):
@@ -189,10 +191,16 @@ class _Tables:
         seconds[impossible] = np.inf
         return need, seconds
 
-    def small_absent(self, sets: Sets) -> list[Sets]:
-        """For each small storage the sets beside which no replay makes it, so that it is held or costs a replay of its own."""
-        wanted = [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
-        need, _ = self.closure(wanted, sets)
+    def dropped(self, sets: Sets) -> list[tuple[int, Sets]]:
+        """Columns that some replay makes, where they are not in the sets."""
+        return [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
+
+    def small_absent(self, need: Sets) -> list[Sets]:
+        """For each small storage the sets beside which no replay makes it, so that it is held or costs a replay of its own.
+
+        Args:
+            need: the ops that rebuild all that is not in the sets.
+        """
         return [np.logical_not(np.asarray(need[list(rows)].any(axis=0))) for rows in self.small_makers]
 
     def small_prices(self, absent: Sequence[Sets], k: int) -> list[tuple[float, float]]:
@@ -260,8 +268,8 @@ def enumerate_menu(problem: StageProblem, known: list[Option]) -> Enumerated | N
         sets = sets[:, _worth(tables, sets, known)]
         if sets.shape[1] > 4 * MAX_SETS:
             return None
-    best = _Windows(tables, sets)
-    return _Menu(tables, sets, best).run()
+    outer = _Outer(tables, sets)
+    return _Menu(tables, sets, outer, _Windows(tables, sets, outer.peak)).run()
 
 
 def relaxed_bounds(problem: StageProblem) -> list[Option]:
@@ -306,15 +314,15 @@ def _thinned(points: list[_Point]) -> list[_Point]:
 
 def _relaxed(tables: _Tables, sets: Sets) -> tuple[Vector, Vector, Vector]:
     """Seconds, held bytes and peak that each held set has at least, whatever its windows."""
-    wanted = [(c, ~sets[c]) for c in range(len(tables.large)) if tables.last_node[c] >= 0]
-    _, least = tables.closure(wanted, sets)
+    need, least = tables.closure(tables.dropped(sets), sets)
     held = tables.held_profile(sets)
     low = tables.head + held[0]
     for n in range(len(tables.nodes)):
         dropped = sum((tables.nbytes[c] * ~sets[c] for c in tables.node_reads[n]), np.zeros(sets.shape[1]))
         low = np.maximum(low, tables.at_node[n] + held[n] + dropped)
     outputs = np.array([tables.problem.storages[p] not in tables.problem.stage.outputs for p in tables.large])
-    return least, (tables.held_bytes * outputs) @ sets if len(outputs) else np.zeros(sets.shape[1]), low
+    size = (tables.held_bytes * outputs) @ sets if len(outputs) else np.zeros(sets.shape[1])
+    return least, size + tables.drawn @ need, low
 
 
 def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.intp]:
@@ -329,12 +337,14 @@ def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.i
 class _Windows:
     """Steps 1 to 3 for all sets: `seconds[limit][set]` of the best partition whose peak is within the limit."""
 
-    def __init__(self, tables: _Tables, sets: Sets) -> None:
+    def __init__(self, tables: _Tables, sets: Sets, peaks: Vector) -> None:
         self.tables = tables
         nodes, count = len(tables.nodes), sets.shape[1]
         self.seconds: dict[tuple[int, int], Vector] = {}
         self.peak: dict[tuple[int, int], Vector] = {}
-        self.absent = tables.small_absent(sets)
+        need, _ = tables.closure(tables.dropped(sets), sets)
+        self.absent = tables.small_absent(need)
+        self.carried = tables.drawn @ need
         held = tables.held_profile(sets)
         for absent, size, at in zip(self.absent, tables.small_bytes, tables.small_nodes, strict=True):
             for n in range(max(at, default=-1) + 1):
@@ -343,7 +353,7 @@ class _Windows:
         for i in range(nodes):
             for j in range(i, nodes):
                 self._window(i, j, sets, held)
-        every = values = np.unique(np.concatenate([self.head, *self.peak.values()]))
+        every = values = np.unique(np.concatenate([self.head, peaks, *self.peak.values()]))
         most = 400 if count <= 2 * MAX_SETS else 100
         if len(values) > most:
             values = np.unique(np.quantile(values, np.linspace(0, 1, most), method="higher"))
@@ -369,7 +379,7 @@ class _Windows:
         need, seconds = tables.closure(wanted, sets)
         begun = np.zeros(count, dtype=np.bool_)
         peak = np.zeros(count)
-        inner = tables.replay_peak(need, wanted)
+        inner = tables.replay_peak(need, wanted) + tables.drawn @ need
         for n in range(i, j + 1):
             fresh = np.zeros(count, dtype=np.bool_)
             for c in tables.node_reads[n]:
@@ -407,17 +417,80 @@ class _Windows:
         return tuple(reversed(path))
 
 
+class _Outer:
+    """The replays that make A - K from K when the stage's backward begins.
+
+    Attributes:
+        above: numbers of the sets A, one a pair, by K.
+        edges: where the pairs of each K begin, and the end.
+        seconds: time of each pair's replay.
+        peak: what it takes at least, with what is held then; 0 where there are too many pairs to say.
+    """
+
+    def __init__(self, tables: _Tables, sets: Sets) -> None:
+        held, self.above = _pairs(sets)
+        self.edges = np.searchsorted(held, np.arange(sets.shape[1] + 1))
+        self.seconds = np.empty(len(held))
+        self.peak = np.zeros(len(held))
+        exact = len(held) <= MAX_EXACT_PAIRS
+        before = self._before(tables, sets) if exact else np.zeros(0)
+        size = max(1, MAX_CHUNK // max(len(tables.ops), 1))
+        for first in range(0, len(held), size):
+            part = slice(first, first + size)
+            start, goal = sets[:, held[part]], sets[:, self.above[part]]
+            wanted = [(c, goal[c] & ~start[c]) for c in range(len(start))]
+            need, self.seconds[part] = tables.closure(wanted, start)
+            if not exact:
+                continue
+            node = np.full(start.shape[1], len(tables.nodes))
+            for n in range(len(tables.nodes) - 1, -1, -1):
+                node[~start[tables.node_reads[n]].all(axis=0)] = n
+            used = node < len(tables.nodes)
+            at = np.where(used, node, 0)
+            peak = before[at, held[part]] + tables.replay_peak(need, wanted) + tables.drawn @ need
+            self.peak[part] = np.where(used & need.any(axis=0), peak, 0.0)
+
+    @staticmethod
+    def _before(tables: _Tables, sets: Sets) -> Vector:
+        """[node, K]: bytes just before the node, or before an earlier one where there are fewer, with K held.
+
+        Where small storages are made again as well, the replay may be needed at an earlier node.
+        """
+        held = tables.held_profile(sets)
+        return np.minimum.accumulate([tables.before[n] + held[n] for n in range(len(tables.nodes))], axis=0)
+
+
+def _pairs(sets: Sets) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """All (K, A) with K <= A, by K; where there are too many, those that differ by at most two."""
+    width, count = sets.shape
+    codes = (sets * (1 << np.arange(width, dtype=np.int64))[:, None]).sum(axis=0)
+    held: list[npt.NDArray[np.intp]] = []
+    above: list[npt.NDArray[np.intp]] = []
+    for k in range(count):
+        found = np.flatnonzero((codes & codes[k]) == codes[k])
+        held.append(np.full(len(found), k))
+        above.append(found)
+    pairs = np.concatenate(held), np.concatenate(above)
+    if len(pairs[0]) <= MAX_PAIRS:
+        return pairs
+    weight = sets.sum(axis=0)
+    few = weight[pairs[1]] - weight[pairs[0]] <= 2
+    return pairs[0][few], pairs[1][few]
+
+
 class _Menu:
     """Step 4, and the exact prices of what is left."""
 
-    def __init__(self, tables: _Tables, sets: Sets, windows: _Windows) -> None:
+    def __init__(self, tables: _Tables, sets: Sets, outer: _Outer, windows: _Windows) -> None:
         self.tables = tables
         self.sets = sets
+        self.outer = outer
         self.windows = windows
 
     def run(self) -> Enumerated:
         tables, sets, windows = self.tables, self.sets, self.windows
-        size = tables.held_bytes @ sets
+        # Where several windows run an op again, what forward sets aside for it is there once.
+        size = [self._size(k) for k in range(sets.shape[1])]
         absent = windows.absent
         least = self._with_retained()
         points: list[_Point] = []
@@ -428,16 +501,16 @@ class _Menu:
             for row, (limit, value) in enumerate(zip(windows.limits, least[:, k], strict=True)):
                 if value < previous - 1e-12:
                     low = float(windows.lows[row])
-                    points.append((float(value), float(size[k]) + must, float(limit), low, k, row))
+                    points.append((float(value), size[k] + must, float(limit), low, k, row))
                     if prices and np.isfinite(again):  # nothing small is held
-                        points.append((float(value) + again, float(size[k]), float(limit) - must, low - must, k, row))
+                        points.append((float(value) + again, size[k], float(limit) - must, low - must, k, row))
                     if len(prices) > 1:  # some are: at least the smallest, and the fastest of the others is made again
                         least_bytes, least_seconds = min(b for b, _ in prices), min(s for _, s in prices)
                         spared = must - least_bytes
                         points.append(
                             (
                                 float(value) + least_seconds,
-                                float(size[k]) + least_bytes,
+                                size[k] + least_bytes,
                                 float(limit) - spared,
                                 low - spared,
                                 k,
@@ -449,52 +522,34 @@ class _Menu:
 
     def _with_retained(self) -> Vector:
         """[limit, set K]: least seconds over all A >= K."""
-        best = self.windows.best
-        held, above = self._pairs()
+        best, limits = self.windows.best, self.windows.limits
+        edges, above = self.outer.edges, self.outer.above
         least = best.copy()
-        edges = np.searchsorted(held, np.arange(self.sets.shape[1] + 1))
-        self.edges, self.above = edges, above
         chunk = max(1, MAX_CHUNK // len(best))
         k = 0
         while k < self.sets.shape[1]:
             stop = int(np.searchsorted(edges, edges[k] + chunk, side="right")) - 1
             stop = max(stop, k + 1)
             part = slice(edges[k], edges[stop])
-            total = best[:, above[part]] + self._outer_seconds(held[part], above[part])[None, :]
+            total = best[:, above[part]] + self.outer.seconds[None, part]
+            total[limits[:, None] < self.outer.peak[None, part]] = np.inf
             least[:, k:stop] = np.minimum.reduceat(total, edges[k:stop] - edges[k], axis=1)
             k = stop
         return least
 
-    def _pairs(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """All (K, A) with K <= A, by K."""
-        width, count = self.sets.shape
-        codes = (self.sets * (1 << np.arange(width, dtype=np.int64))[:, None]).sum(axis=0)
-        held: list[npt.NDArray[np.intp]] = []
-        above: list[npt.NDArray[np.intp]] = []
-        for k in range(count):
-            found = np.flatnonzero((codes & codes[k]) == codes[k])
-            held.append(np.full(len(found), k))
-            above.append(found)
-        pairs = np.concatenate(held), np.concatenate(above)
-        if len(pairs[0]) <= MAX_PAIRS:
-            return pairs
-        weight = self.sets.sum(axis=0)
-        few = weight[pairs[1]] - weight[pairs[0]] <= 2
-        return pairs[0][few], pairs[1][few]
-
-    def _outer_seconds(self, held: npt.NDArray[np.intp], above: npt.NDArray[np.intp]) -> Vector:
-        """Seconds of the replay that makes A - K from K, for pairs."""
-        start, goal = self.sets[:, held], self.sets[:, above]
-        _, seconds = self.tables.closure([(c, goal[c] & ~start[c]) for c in range(len(start))], start)
-        return seconds
-
     def _best_above(self, k: int, row: int) -> int:
         """The A >= K with the least seconds within a limit; K itself where nothing is better."""
-        above = self.above[self.edges[k] : self.edges[k + 1]]
-        total = self.windows.best[row, above] + self._outer_seconds(np.full(len(above), k), above)
+        part = slice(self.outer.edges[k], self.outer.edges[k + 1])
+        above = self.outer.above[part]
+        total = self.windows.best[row, above] + self.outer.seconds[part]
+        total[self.windows.limits[row] < self.outer.peak[part]] = np.inf
         if self.windows.best[row, k] <= total.min() + 1e-12:
             return k
         return int(above[int(total.argmin())])
+
+    def _size(self, k: int) -> float:
+        """Bytes that a set leaves in forward, small storages apart."""
+        return float(self.tables.held_bytes @ self.sets[:, k] + self.windows.carried[k])
 
     def _price(self, points: list[_Point]) -> Enumerated:
         tables, problem = self.tables, self.tables.problem
@@ -507,7 +562,7 @@ class _Menu:
             bounds.append(
                 Option(
                     # What no replay makes is held: such an option is none for a segment that holds nothing.
-                    held=held | frozenset(tables.small) if size > float(tables.held_bytes @ self.sets[:, k]) else held,
+                    held=held | frozenset(tables.small) if size > self._size(k) else held,
                     windows=(),
                     seconds=seconds,
                     held_bytes=int(

@@ -86,6 +86,7 @@ class Graph:
         self.droppable = frozenset(s for s in self.formal if self.nbytes[s] > 0 and self.makers(s) is not None)
         self.base, self.between = self._base(frozenset())
         self.passes = _passes(self)
+        self._latest = self._latest_replays()
 
     def hold(self, storages: frozenset[int]) -> None:
         """Charge droppable storages that every plan holds in the base."""
@@ -100,10 +101,23 @@ class Graph:
         """Whether holding it costs bytes beyond its last read: autograd also saves it for a node that never reads."""
         return storage in self.formal and self.step.storages[storage].saved_until > self.last_read[storage]
 
-    def settled(self, value: int) -> bool:
-        """Whether nothing writes the value's storage between it and the last read of backward."""
+    def _latest_replays(self) -> dict[int, int]:
+        """Forward op -> last moment at which a replay of it may begin: the last read of what its pass makes from it on.
+
+        Parameters that the optimizer writes during backward are as in forward until then.
+        """
+        found: dict[int, int] = {}
+        for forward in self.passes:
+            latest = NO_OP
+            for op in reversed(forward):
+                latest = max([latest, *(self.last_read[s] for s in self.made_by[op])])
+                found[op] = latest
+        return found
+
+    def settled(self, value: int, op: int) -> bool:
+        """Whether nothing writes the value's storage between it and the last moment at which a replay of `op`, which reads it, may begin."""
         v = self.step.values[value]
-        return v.version == bisect_left(self.writes[v.storage], self._horizon + 1)
+        return v.version == bisect_left(self.writes[v.storage], self._latest.get(op, self._horizon) + 1)
 
     def _base(self, held: frozenset[int]) -> tuple[Bytes, Bytes]:
         change = np.zeros(self.num_moments + 1, dtype=np.int64)
@@ -130,7 +144,7 @@ class Graph:
             needs: list[Need] = []
             for value in dict.fromkeys(self.step.ops[op].inputs):
                 storage = self.step.values[value].storage
-                settled, leaf = self.settled(value), self.is_leaf(storage)
+                settled, leaf = self.settled(value, op), self.is_leaf(storage)
                 if leaf and settled:
                     continue
                 copy = leaf and self.nbytes[storage] <= MAX_COPY_BYTES
@@ -222,10 +236,13 @@ class Graph:
                     found.setdefault((v.storage, v.version), need.value)
         return tuple(sorted(found.values()))
 
-    def carried_bytes(self, ops: Collection[int]) -> int:
-        """Bytes that forward sets aside for a replay of `ops`: generator states and copies of leaves that are written later."""
-        states = sum(self._drawing.get(o, 0) for o in ops) if self._drawing else 0
-        return states + sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
+    def drawn_bytes(self, op: int) -> int:
+        """Bytes that forward sets aside to replay an op: a generator's state, or a packed form."""
+        return self._drawing.get(op, 0)
+
+    def copied_bytes(self, ops: Collection[int]) -> int:
+        """Bytes of the copies of leaves that forward makes for a replay of `ops`."""
+        return sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
 
 
 def _passes(graph: Graph) -> tuple[tuple[int, ...], ...]:

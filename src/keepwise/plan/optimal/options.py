@@ -142,18 +142,17 @@ class StageProblem:
         windows = self._windows(held, outer, partition, lasting or {})
         if windows is None:
             return None
-        drafts, needed, reserved = windows
+        drafts, needed = windows
         self._nest(drafts)
-        return self._priced(held, drafts, needed, reserved)
+        return self._priced(held, drafts, needed)
 
     def _windows(
         self, held: frozenset[int], outer: frozenset[int], partition: Partition, lasting: Mapping[int, frozenset[int]]
-    ) -> tuple[list[_Draft], dict[int, int], list[tuple[int, int]]] | None:
-        """Windows in order of time, last need of what is at hand, and (moment, bytes) set aside in forward."""
+    ) -> tuple[list[_Draft], dict[int, int]] | None:
+        """Windows in order of time, and the last need of what is at hand."""
         graph, stage = self.graph, self.stage
         at_hand = set(self.at_hand) | {self.storages[i] for i in held}
         needed = dict.fromkeys(stage.shared, stage.last)
-        reserved: list[tuple[int, int]] = []
         drafts: list[_Draft] = []
         keeper: dict[int, _Draft] = {}  # lasting storage -> its window
 
@@ -167,7 +166,6 @@ class StageProblem:
             )
             for s in graph.read_by(ops, hand):
                 self._need(s, start, keeper, needed)
-            reserved.append((start, graph.carried_bytes(ops)))
             drafts.append(draft)
             keeper.update(dict.fromkeys(keep, draft))
             return True
@@ -193,7 +191,7 @@ class StageProblem:
                         self._need(s, node.last, keeper, needed)
         for draft in drafts:
             draft.stop = max([draft.start, *draft.retain.values()])
-        return drafts, needed, reserved
+        return drafts, needed
 
     @staticmethod
     def _need(storage: int, moment: int, keeper: Mapping[int, _Draft], needed: dict[int, int]) -> None:
@@ -222,11 +220,16 @@ class StageProblem:
             around = [i for i in range(j) if drafts[i].stop >= draft.start]
             draft.parent = around[-1] if around else -1
 
-    def _priced(
-        self, held: frozenset[int], drafts: list[_Draft], needed: dict[int, int], reserved: list[tuple[int, int]]
-    ) -> Option:
+    def _reserved(self, drafts: Sequence[_Draft]) -> list[tuple[int, int]]:
+        """(last moment, bytes) of what forward sets aside: copies for each window, what an op drew until its last replay."""
+        graph = self.graph
+        last = {o: draft.start for draft in drafts for o in draft.ops if graph.drawn_bytes(o)}
+        found = [(draft.start, graph.copied_bytes(draft.ops)) for draft in drafts]
+        return found + [(start, graph.drawn_bytes(o)) for o, start in last.items()]
+
+    def _priced(self, held: frozenset[int], drafts: list[_Draft], needed: dict[int, int]) -> Option:
         graph, stage = self.graph, self.stage
-        origin = stage.first
+        origin, reserved = stage.first, self._reserved(drafts)
         profile, before = self.base.copy(), self.between.copy()
         for s in (*self.inputs, *(self.storages[i] for i in held)):
             end = needed.get(s, origin - 1) + 1 - origin

@@ -34,7 +34,7 @@ class OptimalResult:
     added_seconds: float
     """Seconds of all replays."""
     bound_seconds: float
-    """Dual bound on `added_seconds` at this budget within the window family that was searched."""
+    """Dual bound on `added_seconds` at this budget within the window family that was searched, or over all schedules if that is higher."""
     gap: float
     """(added - bound) / max(bound, 1 % of the step)."""
     binding: str
@@ -42,8 +42,8 @@ class OptimalResult:
     solve_seconds: float
     """Wall time of this call."""
     layers: tuple[str, ...]
-    """What was used, in order: `menus`, `chain`, `candidates`, `tighten`, `second solve`, `finer grains`, `interrupted`,
-    `time limit`."""
+    """What was used, in order: `menus`, `chain`, `candidates`, `tighten`, `second solve`, `finer grains`, `all schedules`,
+    `interrupted`, `time limit`."""
 
 
 def gap_of(added: float, bound: float, step_seconds: float) -> float:

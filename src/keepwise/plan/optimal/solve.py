@@ -6,6 +6,7 @@
    for more.
 4. *Second solve*: the smallest budget at which the program takes the same time.
 5. *Finer grains*: where a gap is left, all again with tables for the lower part of the range only.
+6. *All schedules*: where one is still left, the bound over all schedules (`overall`), if that is higher.
 
 Every plan that the judge accepted is remembered with its step (`workbench`), and the best that fits is the answer, so that a
 smaller budget never gives a higher peak or less added time.
@@ -28,10 +29,16 @@ import numpy as np
 from keepwise.ir import Schedule, Step
 from keepwise.plan.optimal.binding import describe_peak
 from keepwise.plan.optimal.in_flight import solve_in_flight
+from keepwise.plan.optimal.overall import bound_over_all_schedules
 from keepwise.plan.optimal.result import OptimalResult, Status, gap_of, why_floor, why_none, why_optimal
 from keepwise.plan.optimal.workbench import TINY, Candidate, View, Workbench, workbench
 from keepwise.plan.registry import registered_schedules
 from keepwise.simulate import simulate
+
+MAX_OVERALL_OPS = 3000
+"""Above as many ops the bound over all schedules is not asked for."""
+
+MAX_OVERALL_SECONDS = 1.0
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the gap so far."""
@@ -89,6 +96,7 @@ def plan_optimal(
             if view is not None:
                 layers += [] if "finer grains" in layers else ["finer grains"]
                 _solve(bench, view, budget_bytes, began + time_limit, layers)
+        _over_all(bench, budget_bytes, began + time_limit, tolerance, layers)
     except KeyboardInterrupt:
         layers.append("interrupted")
     return _result(bench, budget_bytes, tolerance, began, layers)
@@ -102,22 +110,40 @@ def plan_floor(step: Step) -> OptimalResult:
     return _result(bench, bench.floor().peak_bytes, 0.01, began, ["menus", "chain"])
 
 
-def frontier(step: Step, points: int = 20) -> list[OptimalResult]:
+def frontier(step: Step, points: int = 20, *, also: Sequence[Step] = ()) -> list[OptimalResult]:
     """Plans at `points` budgets from the floor to the plain peak, ascending.
 
     Every budget's answer is the best of all plans that were found for any of them: less budget never gives a higher peak or less time.
+
+    Args:
+        step: a steady training step.
+        points: number of budgets.
+        also: the same step in other forms (`ir.packing`): each answer is the best of all, the bound is the least of theirs.
     """
-    bench = workbench(step)
-    bench.prepare()
-    low, high = bench.floor().peak_bytes, bench.plain.peak_bytes
+    benches = [workbench(s) for s in (step, *also)]
+    for bench in benches:
+        bench.prepare()
+    low, high = min(bench.floor().peak_bytes for bench in benches), benches[0].plain.peak_bytes
     budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
-    solved = {budget: plan_optimal(step, budget) for budget in reversed(budgets)}
-    found = []
-    for budget in budgets:
-        layers = list(solved[budget].layers)
-        result = _result(bench, budget, 0.01, time.perf_counter(), layers)
-        found.append(replace(result, solve_seconds=solved[budget].solve_seconds))
-    return found
+    solved = {budget: [plan_optimal(bench.step, budget) for bench in benches] for budget in reversed(budgets)}
+    return [_best_of(benches, budget, solved[budget]) for budget in budgets]
+
+
+def _best_of(benches: Sequence[Workbench], budget: int, solved: Sequence[OptimalResult]) -> OptimalResult:
+    """The best of several forms of a step at a budget, by all that is known of each by now."""
+    results = [
+        _result(bench, budget, 0.01, time.perf_counter(), list(r.layers))
+        for bench, r in zip(benches, solved, strict=True)
+    ]
+    best = min(results, key=lambda r: (r.status is Status.INFEASIBLE, r.added_seconds, r.peak_bytes))
+    bound = min(r.bound_seconds for r in results if r.status is not Status.INFEASIBLE or r is best)
+    return replace(
+        best,
+        floor_bytes=min(r.floor_bytes for r in results),
+        bound_seconds=bound,
+        gap=gap_of(best.added_seconds, bound, benches[0].step.seconds),
+        solve_seconds=sum(r.solve_seconds for r in solved),
+    )
 
 
 def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, layers: list[str]) -> None:
@@ -140,6 +166,17 @@ def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, lay
         smallest = view.upper.smallest(best.added_seconds + TINY)
         if smallest is not None and smallest < best.peak_bytes:
             bench.try_chain(view, view.upper, smallest)
+
+
+def _over_all(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:
+    """Where a gap is left: a bound over all schedules is one over the family too."""
+    left = min(deadline - time.perf_counter(), MAX_OVERALL_SECONDS)
+    if len(bench.step.ops) > MAX_OVERALL_OPS or left <= 0 or _gap(bench, budget_bytes) <= tolerance:
+        return
+    bound = bound_over_all_schedules(bench.step, budget_bytes, time_limit=left)
+    if bound < float("inf"):
+        bench.note_bound(budget_bytes, bound)
+        layers.append("all schedules")
 
 
 def _several(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:

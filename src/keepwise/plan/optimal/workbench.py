@@ -12,7 +12,7 @@ from typing import Any
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.droppable import formally_droppable
-from keepwise.plan.named import get_planner
+from keepwise.plan.named import boundary_names, get_planner
 from keepwise.plan.optimal.assemble import assemble
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.model import Model, build_model
@@ -24,10 +24,15 @@ _KEY = "_optimal_workbench"
 TINY = 1e-9
 """Seconds that count as none."""
 
-NAMED = ("full", "every:2", "every:3", "every:4", "sqrt", "recursive", "selective", "recompute_everything")
+NAMED = ("full", *(f"every:{k}" for k in range(2, 9)), "sqrt", "recursive", "selective", "recompute_everything")
 """Planners whose schedules are candidates at every budget."""
 
-MAX_NAMED_OPS = 20_000
+MAX_BOUNDARY_OPS = 5000
+"""Up to as many ops, boundaries at modules are tried too: `NUM_BOUNDARIES` kinds of modules and as many single ones."""
+
+NUM_BOUNDARIES = 16
+
+MAX_NAMED_OPS = 40_000
 """Above as many ops they are not tried: they take longer than the program that beats them."""
 
 LONG_CHAIN = 64
@@ -82,7 +87,7 @@ class Workbench:
     _closer: dict[tuple[int, int], View] = field(default_factory=dict)
     """(position of a view, halvings of its range) -> the same view of the lower part of the range, in finer grains."""
     _bounds: dict[int, float] = field(default_factory=dict)
-    """Budget -> bound, where it is not read off the tables (micro-batches in flight)."""
+    """Budget -> bound that is not read off the tables: for micro-batches in flight, and that over all schedules."""
     _searched: bool = False
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
@@ -92,7 +97,8 @@ class Workbench:
         if self.views:
             return
         if len(self.step.ops) <= MAX_NAMED_OPS:
-            for name in NAMED:
+            few = len(self.step.ops) <= MAX_BOUNDARY_OPS
+            for name in (*NAMED, *(boundary_names(self.step, NUM_BOUNDARIES) if few else ())):
                 self.offer(get_planner(name).plan(self.step, None))
         model = build_model(self.step)
         high = self.plain.peak_bytes - self.plain.others_bytes
@@ -133,13 +139,15 @@ class Workbench:
 
     def bound(self, budget_bytes: int) -> float:
         """Least added seconds at a budget that any view admits; infinite where none admits a plan, 0 without views."""
-        if self.step.in_flight > 1:  # more budget never takes more time
-            return max((found for at, found in self._bounds.items() if at >= budget_bytes), default=0.0)
+        # More budget never takes more time.
+        proved = max((found for at, found in self._bounds.items() if at >= budget_bytes), default=0.0)
+        if self.step.in_flight > 1:
+            return proved
         least = [view.lower.seconds(budget_bytes) for view in self.views]
         for (number, _), view in self._closer.items():
             if budget_bytes <= view.high:
                 least[number] = max(least[number], view.lower.seconds(budget_bytes))
-        return min(least, default=0.0)
+        return max(min(least, default=0.0), proved)
 
     def note_bound(self, budget_bytes: int, seconds: float) -> None:
         """Remember a bound that was proved for a budget."""

@@ -17,6 +17,8 @@ Notes:
 6. Where an op that only reads is wired otherwise than recorded (a mask in some batches only, a skipped layer), it is captured with
    what it really got: an argument that its run makes is made again, any other is held, like a leaf. Held is only what plain
    autograd could not let be overwritten either, or what records no gradient: else a write after forward would raise here and not there.
+7. What forward returns may be written afterwards, where we do not watch, and plain autograd minds that only if it was saved. Where
+   it was not and a replay reads it, the replay gets a copy.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from keepwise.runtime.calls import (
     device_of,
@@ -74,6 +77,8 @@ class Guard(Watch):
         self.counted: set[tuple[int, int]] = set()
         self.kept: set[int] = set()
         """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
+        self.saved: set[int | None] = set()
+        """Storages of saved tensors that are kept."""
         self.strange: set[int] = set()
         """Storages of results of ops that the recording does not know; only for the statistics."""
 
@@ -87,6 +92,7 @@ class Guard(Watch):
         self.pending = {}
         self.counted = set()
         self.kept = set()
+        self.saved = set()
         self.strange = set()
         self.forget_all()
 
@@ -386,7 +392,20 @@ class Guard(Watch):
             stats.saved_bytes += t.nbytes
             if storage_key(t) in self.strange:
                 self._deviates(t)
+        if t.layout is torch.strided:
+            self.saved.add(storage_key(t))
         return self.keep(t)
+
+    def returned(self, result: Any) -> None:
+        """Forward is over; note 7."""
+        if all(run is None or not run.held for run in self.runs):
+            return
+        for t in _pytree.tree_leaves(result):
+            key = storage_key(t) if isinstance(t, Tensor) else None
+            if key is None or key in self.saved or all(run is None or key not in run.held for run in self.runs):
+                continue
+            self._deviates(t)
+            protect([t])
 
     def _deviates(self, t: Tensor) -> None:
         """Count a tensor that is held because the step differs."""

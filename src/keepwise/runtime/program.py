@@ -25,6 +25,8 @@ LEAF = 2
 """It is captured by reference."""
 COPY = 3
 """It is captured by copy: it will be written, or the replay writes it."""
+MAX_CHECKS = 8
+"""Steps of a program that are audited because of views that are not proven: a step that differs may never drop some of them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,8 +84,22 @@ class Program:
     """View id -> view id of the object that its storage was born with."""
     nbytes: dict[int, int]
     """View id -> bytes of its storage."""
+    proven: set[int] = field(default_factory=set)
+    """Views whose replay was seen to equal the original, in whichever program of the same step; shared by all of those."""
+    num_checks: int = 0
+    """Steps that were audited because some view that it drops is not proven."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
     """Last three functions -> places in `ops` where they end, for finding the way back after a deviation."""
+
+    def needs_proof(self) -> bool:
+        """Whether it drops a view whose replay was never compared; says so in a few steps at most."""
+        if self.num_checks == MAX_CHECKS or self.proven.issuperset(
+            self.drops_by_view.keys() | {v for _, v in self.drops}
+        ):
+            self.num_checks = MAX_CHECKS
+            return False
+        self.num_checks += 1
+        return True
 
     @property
     def drops_nothing(self) -> bool:
@@ -91,8 +107,13 @@ class Program:
         return not self.drops
 
 
-def compile_program(step: Step, schedule: Schedule) -> Program:
+def compile_program(step: Step, schedule: Schedule, proven: set[int] | None = None) -> Program:
     """Compile a schedule that `simulate` accepted.
+
+    Args:
+        step: the recorded step.
+        schedule: what to drop of it.
+        proven: views whose replays were compared with their originals; None: nobody asked for a proof.
 
     Raises:
         AttributeError: an op of the step is not registered in this process.
@@ -207,6 +228,10 @@ def compile_program(step: Step, schedule: Schedule) -> Program:
         roots=roots,
         nbytes={v.view: storages[v.storage].nbytes for v in values},
     )
+    if proven is None:
+        program.num_checks = MAX_CHECKS
+    else:
+        program.proven = proven
     funcs = [op.func for op in ops]
     for k in range(2, len(funcs)):
         program.trails.setdefault((funcs[k - 2], funcs[k - 1], funcs[k]), []).append(k)

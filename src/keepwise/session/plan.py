@@ -351,7 +351,8 @@ class Plan:
 
 def _branch(document: PlanDocument) -> Branch:
     """The programs of one recorded structure."""
-    program = compile_program(document.step, document.schedule)
+    proven = None if document.proven is None else set(document.proven)
+    program = compile_program(document.step, document.schedule, proven)
     if not document.scales or document.budget_bytes is None:
         return Branch(program=program, ladder=None)
     ladder = Ladder(
@@ -361,6 +362,7 @@ def _branch(document: PlanDocument) -> Branch:
         document.batch_key,
         document.peak_bytes,
         document.batch_scales,
+        proven,
     )
     return Branch(program=program, ladder=ladder)
 

@@ -79,7 +79,9 @@ def seed_all(seed: int = 4321) -> None:
 def fresh(program: Program) -> Case:
     """Build an instance from a fixed seed."""
     seed_all()
-    return program.build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a library says while it builds a model
+        return program.build()
 
 
 def _scaled(value: Any, factor: float) -> Any:

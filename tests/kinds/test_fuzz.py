@@ -6,17 +6,20 @@ in `fuzz.py` runs it again.
 
 from __future__ import annotations
 
+import os
+import random
 import warnings
 from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis import strategies as st
 
 import keepwise
 
-from .fuzz import EFFECTS, OPS, Spec, program_of, specs
+from .fuzz import EFFECTS, FORM_NAMES, OPS, Spec, program_of, specs
+from .fuzz_found import FOUND
+from .fuzz_search import random_spec, shortened
 from .harness import check, fresh, inert_fit, steps, stock_fit
 
 needs_fit = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.fit is not there yet")
@@ -30,65 +33,89 @@ FIXED: dict[str, Any] = {
 PLANNERS = ("recompute_everything", "full", "every:2", "sqrt", "selective", "none")
 
 
-def _agrees(spec: Spec, how: str) -> None:
+HOWS = ("everything",) * 6 + tuple(f"planner {name}" for name in PLANNERS) + ("min", "0.6x", "0.8x")
+"""Program number n runs under `HOWS[n % len(HOWS)]`."""
+NUM_CHUNKS, CHUNK = 25, 120
+"""What `make test-all` tries, in tests of some seconds each; other programs in each run under `HYPOTHESIS_PROFILE=search`."""
+
+
+def _differences(spec: Spec, how: str) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = check(program_of(spec), how)
-    assert found == [], f"\n{spec}\n" + "\n".join(found)
+        try:
+            return check(program_of(spec), how)
+        except Exception as error:
+            return [f"raises {type(error).__name__}: {error}"]
+
+
+def _agrees(spec: Spec, how: str) -> None:
+    found = _differences(spec, how)
+    assert found == [], f"\n{spec}\n{how}\n" + "\n".join(found)
+
+
+def _agree(first: int, last: int) -> None:
+    """Programs with these numbers; of the first that fails the shortest form is shown."""
+    for n in range(first, last):
+        spec, how = random_spec(n), HOWS[n % len(HOWS)]
+        if _differences(spec, how):
+            _agrees(shortened(spec, lambda s, how=how: bool(_differences(s, how))), how)
+            _agrees(spec, how)  # should the short one have passed now
 
 
 @needs_fit
-@settings(max_examples=200, **FIXED)
+@settings(max_examples=60, **FIXED)
 @given(specs())
 def test_random_programs_under_the_stress_plan(spec: Spec) -> None:
     _agrees(spec, "everything")
 
 
 @needs_fit
-@settings(max_examples=25, **FIXED)
-@given(specs(), st.sampled_from(PLANNERS))
-def test_random_programs_under_named_planners(spec: Spec, planner: str) -> None:
-    _agrees(spec, f"planner {planner}")
+def test_two_hundred_random_programs() -> None:
+    _agree(0, 200)
 
 
 @needs_fit
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(max_examples=3000, **FIXED)
-@given(specs(most_lines=12))
-def test_thousands_of_random_programs(spec: Spec) -> None:
-    _agrees(spec, "everything")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_thousands_of_random_programs(chunk: int) -> None:
+    base = random.SystemRandom().randrange(10**9) if os.environ.get("HYPOTHESIS_PROFILE") == "search" else 0
+    _agree(base + 200 + CHUNK * chunk, base + 200 + CHUNK * (chunk + 1))
 
 
 @needs_fit
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(max_examples=1000, **FIXED)
-@given(specs(), st.sampled_from([*(f"planner {name}" for name in PLANNERS), "min", "0.6x", "0.8x"]))
-def test_thousands_of_random_programs_under_random_plans(spec: Spec, how: str) -> None:
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_search_found(name: str) -> None:
+    spec, how = FOUND[name]
     _agrees(spec, how)
 
 
-def test_random_programs_repeat_and_reach_every_instruction() -> None:
+def test_random_programs_repeat_and_reach_every_instruction_and_form() -> None:
     seen: Counter[str] = Counter()
-
-    @settings(max_examples=150, **FIXED)
-    @given(specs())
-    def run(spec: Spec) -> None:
+    for n in range(150):
+        spec = random_spec(n)
         program = program_of(spec)
-        assert check(program, fit=inert_fit) == []
-        raised = any(record.raised for record in steps(program, fresh(program)))
-        seen.update(["raised" if raised else "ran"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert check(program, fit=inert_fit) == []
+            raised = any(record.raised for record in steps(program, fresh(program)))
+        seen.update(["raised" if raised else "ran", f"form {spec.form}"])
         for lines in spec.blocks:
             seen.update({line.op for line in lines})
-
-    run()
-    assert seen["ran"] > 5 * seen["raised"] > 0, seen
+    assert seen["ran"] > 4 * seen["raised"] > 0, seen
     assert {name for name in OPS if not seen[name]} == set(), seen
+    assert {name for name in FORM_NAMES if not seen[f"form {name}"]} == set(), seen
     assert set(EFFECTS) == {
         "pointwise", "literal", "matmul", "view", "in place", "random", "state", "structure", "types", "autograd",
-        "overwriting",
+        "overwriting", "indexing", "tuples", "layout", "resizing",
     }  # fmt: skip
+
+
+def test_a_failing_program_is_shortened_to_what_fails() -> None:
+    spec = next(s for s in map(random_spec, range(999)) if any(i.op == "batch_norm" and i.k for i in s.blocks[0]))
+    short = shortened(spec, lambda s: any(i.op == "batch_norm" and i.k for block in s.blocks for i in block))
+    assert [i.op for block in short.blocks for i in block] == ["batch_norm"]
+    assert (short.form, short.skipped, len(short.order), len(set(short.sizes))) == ("", (), 1, 1)
 
 
 def _stock_is_wrong(spec: Spec) -> bool:

@@ -92,3 +92,11 @@ def test_unseen_shapes_err_on_the_side_of_more_memory() -> None:
     assert sizes.scale(tokens(8, 32)) >= 0.5 * 0.5 + 0.5 * 0.25
     assert sizes.scale(tokens(8, 128)) == pytest.approx(0.5 * 2 + 0.5 * 4)
     assert sizes.scale(tokens(16, 64)) == 2
+
+
+def test_an_empty_batch_teaches_nothing_about_others() -> None:
+    sizes = Sizes(tokens(4, 8), 0.0)
+    sizes.learn(tokens(0, 8), 1.4)
+    assert sizes.scale(tokens(0, 8)) == 1.4
+    assert sizes.scale(tokens(2, 8)) == 0.5
+    assert sizes.scale(tokens(8, 8)) == 2.0

@@ -12,6 +12,8 @@ Notes:
    `nn.Module` and given its base afterwards.
 6. Sharding a planned model (FSDP2, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
    needs it. That is refused before the step.
+7. A plan for batches of another size may drop what the plan that `fit` proved keeps, and the step that proved it may have taken
+   another branch. The first steps that drop something whose replay was never compared with its original are audited.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class Runner:
         """Whether the recording begins with the model's forward (else with the user's whole step)."""
         self.budget_bytes = budget_bytes
         self.stats = StepStats()
+        self.checked = program
+        """The program of the last step."""
         self.num_paused = 0
         self.audit_every = 0
         self.num_steps = 0
@@ -87,14 +91,17 @@ class Runner:
         """Whether a forward that starts now should run under a guard."""
         return self.num_paused == 0 and (not self.program.drops_nothing or self.chooser is not None) and can_watch()
 
-    def begin(self) -> StepStats:
+    def begin(self, program: Program) -> StepStats:
         """New statistics, for a forward pass or a `with plan:` that starts now."""
         self._trust()
         self.num_steps += 1
         self.stats = StepStats()
         self.stats.modes = foreign_modes() - self.trusted
-        self.stats.auditing = bool(self.stats.modes) or (
-            bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0
+        self.checked = program
+        self.stats.auditing = (
+            bool(self.stats.modes)
+            or (bool(self.audit_every) and (self.num_steps - 1) % self.audit_every == 0)
+            or program.needs_proof()
         )
         self.stats.collecting = self.collecting
         if self.collecting:
@@ -102,7 +109,9 @@ class Runner:
         return self.stats
 
     def _trust(self) -> None:
-        """Note 4: the last step went well."""
+        """Notes 4 and 7: the last step went well."""
+        if self.stats.audited:
+            self.checked.proven |= self.stats.audited
         if self.stats.modes and self.stats.num_audited and not self.stats.mismatched:
             self.trusted |= self.stats.modes
 
@@ -115,13 +124,15 @@ class Runner:
     @contextlib.contextmanager
     def guard(self, model: nn.Module | None, program: Program | None = None) -> Iterator[Guard]:
         """Run a piece of a step under a guard."""
-        guard = Guard(program or self.program, self.begin(), namer_of(model))
+        program = program or self.program
+        guard = Guard(program, self.begin(program), namer_of(model))
         outer = getattr(self.local, "guard", None)
         self.local.guard = guard
         try:
             with guard:
                 yield guard
         finally:
+            guard.close()
             self.local.guard = outer
         self._warn_of(guard.stats)
 
@@ -148,21 +159,24 @@ class Runner:
         if model is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             refuse_sharded(model)
         guard = getattr(self.local, "guard", None)
-        if guard is not None:  # inside `with plan:`
+        if guard is not None and guard.is_entered:  # inside `with plan:`
             if self.restarts:
                 guard.restart()
             with guard.on_top():
                 return call(*args, **kwargs)
         chooser = self.chooser
         if chooser is None:
-            with self.guard(model):
-                return call(*args, **kwargs)
+            with self.guard(model) as watching:
+                result = call(*args, **kwargs)
+                watching.returned(result)
+            return result
         program, key, over = chooser.choose(args, kwargs)
         if program.drops_nothing and chooser.knows(key):
             self.stats = StepStats()
             return call(*args, **kwargs)
         with self.guard(model, program) as watching:
             result = call(*args, **kwargs)
+            watching.returned(result)
         stats = watching.stats
         stats.over_budget |= chooser.learn(key, stats.saved_bytes, stats.deviation_bytes) or over
         return result

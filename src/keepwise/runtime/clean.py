@@ -3,13 +3,14 @@
 Notes:
 1. Recorded ops lie below autograd and below autocast, so replaying them under either would apply it twice.
 2. User dispatch modes saw the op in forward; a replay is no user op and must not reach them.
-3. Ops with a generator argument replay from a private generator; ops without one draw from the default generator of the
-   device, which is set and put back under one process-wide lock.
+3. Ops with a generator argument replay from a private generator, and so do those that have a sibling with one (`rand_like`). The
+   rest (fused kernels) draw from the default generator of the device, which is set and put back under one process-wide lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,20 @@ def takes_generator(func: torch._ops.OpOverload) -> bool:
     return any(a.name == "generator" for a in func._schema.arguments)
 
 
+@functools.cache
+def _with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that takes a generator and otherwise what `func` takes; None where there is none."""
+    if takes_generator(func):
+        return func
+
+    def others(overload: torch._ops.OpOverload) -> list[tuple[str, str, bool]]:
+        return [(a.name, str(a.type), a.kwarg_only) for a in overload._schema.arguments if a.name != "generator"]
+
+    packet = func.overloadpacket
+    siblings = [getattr(packet, name) for name in packet.overloads()]
+    return next((s for s in siblings if takes_generator(s) and others(s) == others(func)), None)
+
+
 class RandomState:
     """State of one generator, captured just before an op drew from it."""
 
@@ -93,16 +108,17 @@ def call_with_state(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
 ) -> Any:
     """Run a random op from a captured generator state; leaves every other generator as it was (note 3)."""
-    if takes_generator(func):
+    drawing = _with_generator(func)
+    if drawing is not None:
         private = torch.Generator(random.device)
         private.set_state(random.state)
-        names = [a.name for a in func._schema.arguments]
-        at = names.index("generator")
+        names = [a.name for a in drawing._schema.arguments if not a.kwarg_only]
+        at = names.index("generator") if "generator" in names else len(args)
         if at < len(args):
             args = (*args[:at], private, *args[at + 1 :])
         else:
             kwargs = {**kwargs, "generator": private}
-        return func(*args, **kwargs)
+        return drawing(*args, **kwargs)
     generator = default_generator(random.device)
     assert generator is not None
     with DEFAULT_GENERATOR_LOCK:

@@ -17,7 +17,9 @@ Notes:
 6. Where an op that only reads is wired otherwise than recorded (a mask in some batches only, a skipped layer), it is captured with
    what it really got: an argument that its run makes is made again, any other is held, like a leaf. Held is only what plain
    autograd could not let be overwritten either, or what records no gradient: else a write after forward would raise here and not there.
-7. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
+7. What forward returns may be written afterwards, where we do not watch, and plain autograd minds that only if it was saved. Where
+   it was not and a replay reads it, the replay gets a copy.
+8. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
    Not where another dispatch mode is around ours: it would see other ops than the user's.
 """
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise.runtime.calls import (
@@ -79,10 +82,12 @@ class Guard(Watch):
         self.counted: set[tuple[int, int]] = set()
         self.kept: set[int] = set()
         """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
+        self.saved: set[int | None] = set()
+        """Storages of saved tensors that are kept."""
         self.strange: set[int] = set()
         """Storages of results of ops that the recording does not know; only for the statistics."""
         self.recycler: Recycler | None = None
-        """Memory of dead results (note 7)."""
+        """Memory of dead results (note 8)."""
         self.loans = Loans()
 
     def __enter__(self) -> Any:
@@ -107,6 +112,7 @@ class Guard(Watch):
         self.pending = {}
         self.counted = set()
         self.kept = set()
+        self.saved = set()
         self.strange = set()
         self.forget_all()
 
@@ -146,7 +152,7 @@ class Guard(Watch):
         return result
 
     def _call(self, entry: OpEntry, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op, into the memory of dead results where there is some (note 7)."""
+        """Run an op, into the memory of dead results where there is some (note 8)."""
         recycler = self.recycler
         if recycler is None or _graph_task() != -1:
             return func(*args, **(kwargs or {}))
@@ -461,7 +467,20 @@ class Guard(Watch):
             stats.saved_bytes += t.nbytes
             if storage_key(t) in self.strange:
                 self._deviates(t)
+        if t.layout is torch.strided:
+            self.saved.add(storage_key(t))
         return self.keep(t)
+
+    def returned(self, result: Any) -> None:
+        """Forward is over; note 7."""
+        if all(run is None or not run.held for run in self.runs):
+            return
+        for t in _pytree.tree_leaves(result):
+            key = storage_key(t) if isinstance(t, Tensor) else None
+            if key is None or key in self.saved or all(run is None or key not in run.held for run in self.runs):
+                continue
+            self._deviates(t)
+            protect([t])
 
     def _deviates(self, t: Tensor) -> None:
         """Count a tensor that is held because the step differs."""

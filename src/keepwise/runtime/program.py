@@ -26,6 +26,8 @@ LEAF = 2
 """It is captured by reference."""
 COPY = 3
 """It is captured by copy: it will be written, or the replay writes it."""
+MAX_CHECKS = 8
+"""Steps of a program that are audited because of views that are not proven: a step that differs may never drop some of them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,8 +95,22 @@ class Program:
     """View id -> bytes of its storage."""
     loans: dict[int, dict[int, int]] = field(default_factory=dict)
     """Window -> view on what it retains -> later window that may write over it."""
+    proven: set[int] = field(default_factory=set)
+    """Views whose replay was seen to equal the original, in whichever program of the same step; shared by all of those."""
+    num_checks: int = 0
+    """Steps that were audited because some view that it drops is not proven."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
     """Last three functions -> places in `ops` where they end, for finding the way back after a deviation."""
+
+    def needs_proof(self) -> bool:
+        """Whether it drops a view whose replay was never compared; says so in a few steps at most."""
+        if self.num_checks == MAX_CHECKS or self.proven.issuperset(
+            self.drops_by_view.keys() | {v for _, v in self.drops}
+        ):
+            self.num_checks = MAX_CHECKS
+            return False
+        self.num_checks += 1
+        return True
 
     @property
     def drops_nothing(self) -> bool:
@@ -102,13 +118,16 @@ class Program:
         return not self.drops
 
 
-def compile_program(step: Step, schedule: Schedule, spare: Spare | None = None) -> Program:
+def compile_program(
+    step: Step, schedule: Schedule, spare: Spare | None = None, proven: set[int] | None = None
+) -> Program:
     """Compile a schedule that `simulate` accepted.
 
     Args:
         step: the recorded step.
-        schedule: what to do differently.
+        schedule: what to drop of it.
         spare: how much dead memory may be held for the next results, and when; None: none.
+        proven: views whose replays were compared with their originals; None: nobody asked for a proof.
 
     Raises:
         AttributeError: an op of the step is not registered in this process.
@@ -233,6 +252,10 @@ def compile_program(step: Step, schedule: Schedule, spare: Spare | None = None) 
     for (window, storage), borrower in (spare.loans if spare is not None else {}).items():
         lends = program.loans.setdefault(window, {})
         lends.update(dict.fromkeys(views_on.get(storage, ()), borrower))
+    if proven is None:
+        program.num_checks = MAX_CHECKS
+    else:
+        program.proven = proven
     funcs = [op.func for op in ops]
     for k in range(2, len(funcs)):
         program.trails.setdefault((funcs[k - 2], funcs[k - 1], funcs[k]), []).append(k)

@@ -303,6 +303,8 @@ class WindowRun:
             for call in calls:
                 for held, version in call.holds:
                     if version_of(held) != version:
+                        if self.stats.collecting:
+                            self._give_up(calls[calls.index(call) :])
                         name = self.namer(held) if self.namer else ""
                         check_version(held, version, name, f" by {call.where}, which is to be replayed")
                 self._run(call, env, recycler, again)
@@ -315,6 +317,21 @@ class WindowRun:
                     cell.tensor = cell.geometry.of(base)
                 if lends and cell.view in self.lends and cell.tensor is not None and self.loans is not None:
                     self.loans.give(self.lends[cell.view], cell.tensor, task)
+
+    def _give_up(self, calls: list[Call]) -> None:
+        """Note that what hangs on the first of these calls has no replay: no operator wrote what it reads, and yet its version moved.
+
+        Raises:
+            MismatchError: always.
+        """
+        lost = set(calls[0].outs)
+        for call in calls:
+            if not lost.isdisjoint(view if geometry is None else geometry.root for view, _, geometry in call.sources):
+                lost.update(call.outs)
+        cells = list(self.cells.values())
+        self.stats.moved(
+            [c.view for c in cells if not lost.isdisjoint((c.view, c.geometry.root if c.geometry else c.view))]
+        )
 
     def _run(self, call: Call, env: dict[int, Tensor], recycler: Recycler, again: bool) -> None:
         for (container, key), (view, cell, geometry) in zip(call.places, call.sources, strict=True):
@@ -414,5 +431,9 @@ class DroppedSave:
         """
         if self.pending is not None:
             return self.pending.unpack()
+        if (
+            self.run.stats.collecting and not self.version.is_current()
+        ):  # the user's hooks around let plain autograd read it
+            self.run.stats.moved([self.cell.view])
         self.version.check()
         return self.run.fetch(self.cell)

@@ -49,6 +49,8 @@ class StepStats:
     auditing: bool = False
     modes: frozenset[type] = frozenset()
     """The user's dispatch modes under which no step was seen before; such a step is audited."""
+    audited: set[int] = field(default_factory=set)
+    """Views whose replay equals the original."""
     collecting: bool = False
     """Whether an audit notes mismatches instead of raising."""
     mismatched: list[int] = field(default_factory=list)
@@ -105,6 +107,8 @@ class StepStats:
         """
         with self.lock:
             self.num_audited += 1
+            if original == replayed:
+                self.audited.add(view)
         if original != replayed:
             with self.lock:
                 self.mismatched.append(view)
@@ -122,6 +126,16 @@ class StepStats:
                 f"the replay of tensor {view}{where} differs from the original. Keep it with pin= or run keepwise.fit again; "
                 "please report the op that made it."
             )
+
+    def moved(self, views: list[int]) -> None:
+        """These views cannot be replayed in a step that plainly works: what their replay reads counts as written.
+
+        Raises:
+            MismatchError: always.
+        """
+        with self.lock:
+            self.mismatched.extend(views)
+        raise MismatchError("what a replay reads counts as written since it was captured")
 
     def missing(self, view: int, path: str) -> None:
         """A replay did not return a tensor that its original returned.

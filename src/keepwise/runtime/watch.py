@@ -55,6 +55,7 @@ class Watch(TorchDispatchMode):
         """The hooks around ours."""
         self.passes_on = False
         """Whether they must see every saved tensor."""
+        self.is_entered = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -67,15 +68,24 @@ class Watch(TorchDispatchMode):
         self.passes_on = _clones_before_writes(self.foreign)
         push(self.pack, unpack)
         try:
+            self.is_entered = True
             return super().__enter__()
         except BaseException:
+            self.is_entered = False
             pop()
             raise
 
     def __exit__(self, *exc: Any) -> None:
+        self.close(*exc)
+
+    def close(self, *exc: Any) -> None:
+        """Leave, unless that is done: an interrupt by hand may come when `__exit__` has been called and has not begun."""
+        if not self.is_entered:
+            return
         try:
             super().__exit__(*exc)
         finally:
+            self.is_entered = False
             pop()
             self.ids.clear()
             self.lying.clear()

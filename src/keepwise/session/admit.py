@@ -25,6 +25,8 @@ class Outcome:
 
     bad_storages: frozenset[int]
     """Storages whose replay differs from the original."""
+    audited: frozenset[int]
+    """Views whose replay equals the original."""
     num_audited: int
     """Replayed tensors that were compared."""
     num_deviations: int
@@ -85,6 +87,7 @@ def prove_plan(
     observed: Observation | None = None
     try:
         state.clear_gradients()
+        torch.clear_autocast_cache()
         if dropping:
             attach(model, runner)
         try:
@@ -96,12 +99,17 @@ def prove_plan(
             observed = observe(model, result, generators, parameters=optimizer is not None)
         except MismatchError:  # backward could not go on; the tensors concerned are known
             pass
+        except Exception:
+            if not any(stats.mismatched for stats in runner.seen):
+                raise
+            # else what was replayed wrongly may have had another shape
         finally:
             detach(model)
         return Outcome(
             bad_storages=frozenset(
                 plan.step.values[view].storage for stats in runner.seen for view in stats.mismatched
             ),
+            audited=frozenset().union(*(stats.audited for stats in runner.seen)),
             num_audited=sum(stats.num_audited for stats in runner.seen),
             num_deviations=sum(stats.num_deviations for stats in runner.seen),
             deviation_bytes=sum(stats.deviation_bytes for stats in runner.seen),
@@ -128,6 +136,7 @@ def run_plain(
     state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
     try:
         state.clear_gradients()
+        torch.clear_autocast_cache()  # what it holds of an earlier step would not be cast in this one
         began = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - began

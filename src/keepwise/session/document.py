@@ -45,6 +45,8 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     """Places and shapes of the tensors in the recorded batch."""
     batch_scales: tuple[tuple[Key, float], ...] = ()
     """Other batches that were seen, and their activations as a multiple of the recorded ones."""
+    proven: tuple[int, ...] | None = None
+    """Views whose replay was compared with its original; None: nobody asked for a proof."""
     variants: tuple[PlanDocument, ...] = ()
     """Plans for batches that have other tensors."""
     notes: tuple[str, ...] = ()

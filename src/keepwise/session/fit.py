@@ -12,13 +12,14 @@ import msgspec
 import torch
 from torch import nn
 
-from keepwise._errors import KeepwiseError, UsageError
+from keepwise._errors import UsageError
 from keepwise._rank import logger, rank
 from keepwise._units import show_bytes
 from keepwise.ir import Phase, Schedule, Step
 from keepwise.proof.proof import proof_of_one
 from keepwise.runtime.apply import attach, detach, runner_of
 from keepwise.session.admit import (
+    Outcome,
     generators_of,
     not_repeatable,
     observe_step,
@@ -55,7 +56,7 @@ from keepwise.trace import Traced, trace_steps
 from keepwise.trace.admission import Admission
 from keepwise.trace.arena import ARENA
 
-MAX_PROOFS = 3
+MAX_PROOFS = 8
 """How often storages whose replay differed are moved to the kept ones before the plan is given up."""
 MAX_BATCHES = 8
 """Batches of distinct shapes that a plan is proved on."""
@@ -194,7 +195,15 @@ def fit(
                     model,
                     "the step uses torch.func transforms, under which torch allows no hooks on saved tensors: nothing is dropped",
                 )
-            raise
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            steppers.restore()
+            if not _works(model, run, batch, made_optimizer):
+                raise
+            steppers.restore()
+            return _inert(
+                model, f"the step works, but not where a dispatch mode watches it, so nothing is dropped: {error}"
+            )
         recorded = traced.recording.step
         steppers.restore()
         notes = [*notes_of(traced), *steppers.notes]
@@ -216,8 +225,12 @@ def fit(
             seconds, again = run_plain(model, run, batch, generators, made_optimizer)
             steppers.restore()
             difference = expected.difference(again)
-            repeats = not difference
             recorded = msgspec.structs.replace(recorded, seconds=seconds)
+            if difference:  # what was recorded may be the odd one: a first step, or one that an operator makes otherwise when watched
+                expected = again
+                difference = again.difference(run_plain(model, run, batch, generators, made_optimizer)[1])
+                steppers.restore()
+            repeats = not difference
             if difference:
                 notes.append(not_repeatable(traced, difference))
         auto, auto_text = auto_budget(device, plain.static_bytes)
@@ -269,12 +282,16 @@ def fit(
             say("proving the plan on a real step")
             outcome = prove_plan(plan, model, run, batch, generators, made_optimizer, uses_context=step is not None)
             steppers.restore()
-            bad = outcome.bad_storages
+            bad, proven = outcome.bad_storages, outcome.audited
             if outcome.observed is not None and not bad:
                 found = expected.difference(outcome.observed)
                 if found and repeats is None:
+                    expected = run_plain(model, run, batch, generators, made_optimizer)[1]
+                    steppers.restore()
                     difference = expected.difference(run_plain(model, run, batch, generators, made_optimizer)[1])
+                    steppers.restore()
                     repeats = not difference
+                    found = expected.difference(outcome.observed)
                 if found and repeats:
                     return _inert(model, _unexplained(found))
                 proof = proof_of_one(
@@ -286,10 +303,11 @@ def fit(
                 )
                 for other in same[1:MAX_BATCHES]:
                     say(f"proving the plan for {shapes_in_words(key_of(other.args, other.kwargs))}")
-                    found, more, note = _prove_other(
+                    found, other_outcome, note = _prove_other(
                         plan, model, other, loss, generators, made_optimizer, plain=plain_fits and repeats is not False
                     )
-                    bad |= more
+                    bad |= other_outcome.bad_storages
+                    proven |= other_outcome.audited
                     if found:
                         return _inert(model, _unexplained(found))
                     if note and note not in notes:
@@ -300,19 +318,23 @@ def fit(
                         msgspec.structs.replace(
                             document,
                             notes=tuple(notes),
+                            proven=tuple(sorted(proven)),
                             batch_scales=chooser.scales if isinstance(chooser, Ladder) else (),
                         ),
                         proof,
                     )
                     break
             if attempt == MAX_PROOFS:
-                raise KeepwiseError(
-                    "replays still differ from their originals after "
-                    f"{MAX_PROOFS} rounds of keeping the tensors concerned; nothing was applied. Please report this model"
+                return _inert(
+                    model,
+                    f"replays still differ from their originals after {MAX_PROOFS} rounds of keeping the tensors concerned, so nothing "
+                    "is dropped. Please report this model",
                 )
             attempt += 1
             if planned_step is not recorded:
                 packs, bad = False, frozenset(s for s in bad if s < len(recorded.storages))
+            if outcome.observed is None:  # what comes before it in backward is not known yet, and hangs on the same
+                bad = _and_what_is_made_of(recorded, bad)
             recorded = _keep_also(recorded, bad)
             forced -= bad
             notes.append(
@@ -399,11 +421,11 @@ def _prove_other(
     optimizer: torch.optim.Optimizer | None,
     *,
     plain: bool,
-) -> tuple[str, frozenset[int], str]:
+) -> tuple[str, Outcome, str]:
     """A real step of a batch that the plan was not made for, from which the plan learns the size of its activations.
 
     Returns:
-        What differs from a plain step though every replay is right, storages whose replay is wrong, a note for the user.
+        What differs from a plain step though every replay is right, what the step showed, a note for the user.
     """
     run = whole_step(model, batch, loss, optimizer)
     expected = run_plain(model, run, batch, generators, optimizer)[1] if plain else None
@@ -419,7 +441,7 @@ def _prove_other(
             f"a batch of {shapes_in_words(key_of(batch.args, batch.kwargs))} takes another path than the recorded one: "
             f"{outcome.num_deviations} tensors ({show_bytes(outcome.deviation_bytes)}) that the plan drops are kept there"
         )
-    return difference, outcome.bad_storages, note
+    return difference, outcome, note
 
 
 def _with_variants(plan: Plan, variants: list[Plan]) -> Plan:
@@ -434,8 +456,30 @@ def _with_variants(plan: Plan, variants: list[Plan]) -> Plan:
     return Plan(document, plan.proof)
 
 
+def _works(model: nn.Module, run: Callable[[], Any], batch: Batch, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a plain step ends without an error."""
+    try:
+        run_plain(model, run, batch, [], optimizer)
+    except Exception:
+        return False
+    return True
+
+
 def _unexplained(difference: str) -> str:
-    return f"under the plan {difference} from the plain step although every replay is right: nothing is dropped. Please report this model"
+    return (
+        f"under the plan {difference} from the plain step although every replay is right, so nothing is dropped. Some operators of "
+        "PyTorch are carried out in another way wherever a dispatch mode is active (torch.linalg.svdvals of what needs no gradient); "
+        "if the model has none of them, please report it"
+    )
+
+
+def _and_what_is_made_of(step: Step, storages: frozenset[int]) -> frozenset[int]:
+    """These storages and every saved one that forward computed from them."""
+    found = set(storages)
+    for op in step.ops:
+        if op.phase == Phase.FORWARD and any(step.values[v].storage in found for v in op.inputs):
+            found.update(step.values[v].storage for v in op.outputs if v >= 0)
+    return storages | (found & set(step.saved_storages))
 
 
 def _keep_also(step: Step, storages: frozenset[int]) -> Step:

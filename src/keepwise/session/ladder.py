@@ -45,6 +45,7 @@ class Ladder:
         key: Key,
         peak_bytes: int,
         scales: Iterable[tuple[Key, float]] = (),
+        proven: set[int] | None = None,
     ) -> None:
         """Start with the recorded batch.
 
@@ -55,8 +56,10 @@ class Ladder:
             key: of the recorded batch (`sizes.key_of`).
             peak_bytes: predicted peak of the recorded batch under the plan.
             scales: what is known of other batches.
+            proven: as in `compile_program`.
         """
         self.step = step
+        self._proven = proven
         self.budget_bytes = budget_bytes
         self.saved_bytes = max(recorded_saved_bytes(step), 1)
         self._plain = simulate(step)
@@ -155,7 +158,8 @@ class Ladder:
                 schedule = plan_floor(self.step).schedule
                 self._highest = rung
         timeline = simulate(self.step, schedule)
-        return compile_program(self.step, schedule, spare_of(timeline).scaled(scale)), timeline.peak_bytes
+        spare = spare_of(timeline).scaled(scale)
+        return compile_program(self.step, schedule, spare, self._proven), timeline.peak_bytes
 
 
 def recorded_saved_bytes(step: Step) -> int:

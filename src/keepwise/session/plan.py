@@ -369,7 +369,8 @@ class Plan:
 def _branch(document: PlanDocument) -> Branch:
     """The programs of one recorded structure."""
     spare = spare_of(simulate(document.step, document.schedule))
-    program = compile_program(document.step, document.schedule, spare)
+    proven = None if document.proven is None else set(document.proven)
+    program = compile_program(document.step, document.schedule, spare, proven)
     if not document.scales or document.budget_bytes is None:
         return Branch(program=program, ladder=None)
     ladder = Ladder(
@@ -379,6 +380,7 @@ def _branch(document: PlanDocument) -> Branch:
         document.batch_key,
         document.peak_bytes,
         document.batch_scales,
+        proven,
     )
     return Branch(program=program, ladder=ladder)
 

@@ -160,7 +160,7 @@ class Sizes:
             del self._known[next(iter(self._known))]
         point = growth(self._recorded, key)
         self._points.pop(point, None)
-        if point.linear != 1.0:
+        if point.linear not in (0.0, 1.0):  # an empty batch tells nothing of how bytes grow
             self._points[point] = scale
             if len(self._points) > MAX_POINTS:
                 del self._points[next(iter(self._points))]

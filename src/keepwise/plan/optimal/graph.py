@@ -115,7 +115,7 @@ class Graph:
         return found
 
     def settled(self, value: int, op: int) -> bool:
-        """Whether nothing writes the value's storage between it and the last moment at which a replay of `op`, which reads it, may begin."""
+        """Whether nothing writes the value's storage from it to the last moment at which a replay of its reader `op` may begin."""
         v = self.step.values[value]
         return v.version == bisect_left(self.writes[v.storage], self._latest.get(op, self._horizon) + 1)
 

@@ -95,9 +95,10 @@ class Guard(Watch):
             self.recycler = Recycler()
         return super().__enter__()
 
-    def __exit__(self, *exc: Any) -> None:
+    def close(self, *exc: Any) -> None:
+        """Leave; dead memory is given back."""
         self.recycler = None
-        super().__exit__(*exc)
+        super().close(*exc)
 
     def restart(self) -> None:
         """A new forward pass begins: nothing of the last one is continued."""
@@ -471,16 +472,18 @@ class Guard(Watch):
             self.saved.add(storage_key(t))
         return self.keep(t)
 
+    @unseen
     def returned(self, result: Any) -> None:
         """Forward is over; note 7."""
         if all(run is None or not run.held for run in self.runs):
             return
-        for t in _pytree.tree_leaves(result):
-            key = storage_key(t) if isinstance(t, Tensor) else None
-            if key is None or key in self.saved or all(run is None or key not in run.held for run in self.runs):
-                continue
-            self._deviates(t)
-            protect([t])
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            for t in _pytree.tree_leaves(result):
+                key = storage_key(t) if isinstance(t, Tensor) else None
+                if key is None or key in self.saved or all(run is None or key not in run.held for run in self.runs):
+                    continue
+                self._deviates(t)
+                protect([t])
 
     def _deviates(self, t: Tensor) -> None:
         """Count a tensor that is held because the step differs."""

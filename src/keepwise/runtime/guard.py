@@ -178,6 +178,7 @@ class Guard(Watch):
         if key is not None:
             self.lying.pop(key, None)
             self.kept.discard(key)
+            self.saved.discard(key)
             self.strange.discard(key)
 
     @staticmethod

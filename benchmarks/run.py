@@ -126,7 +126,7 @@ def compare(
             resident_bytes=0,
             predicted_bytes=above,
             predicted_ratio=1 + (plan.replay_seconds - plan.saved_seconds) / plan.step_seconds,
-            bound_ratio=1 + plan.bound_seconds / plan.step_seconds,
+            bound_ratio=1 + (plan.document.bound_seconds - plan.saved_seconds) / plan.step_seconds,
             gap=plan.gap,
             fit_seconds=seconds,
         )

@@ -92,12 +92,21 @@ def test_dead_memory_is_let_go_oldest_first() -> None:
     for n in (1, 2, 3):
         recycler.lend(torch.randn(n, 64))
     recycler.trim(1 << 20)
-    assert [n for *_, n in recycler.handles] == [256, 256, 512, 768]
+    assert [n for *_, n in recycler.handles.values()] == [256, 256, 512, 768]
     recycler.trim(768)
-    assert [n for *_, n in recycler.handles] == [256, 768]
+    assert [n for *_, n in recycler.handles.values()] == [256, 768]
     recycler.trim(0)
-    assert [n for *_, n in recycler.handles] == [256]
+    assert [n for *_, n in recycler.handles.values()] == [256]
     assert recycler.nbytes == 256
+
+
+def test_a_result_on_its_arguments_storage_is_known_already() -> None:
+    t = torch.randn(8, 8)
+    recycler = shelf_with(t)
+    recycler.lend(torch.ops.aten._unsafe_view.default(t, [64]))  # no alias by its schema
+    assert recycler.nbytes == 256
+    del t
+    assert room(recycler) is not None
 
 
 def example(name: str, overload: str) -> tuple[Any, ...] | None:
@@ -195,12 +204,25 @@ class Block(nn.Module):
         return x + self.down(y)
 
 
+class Attention(nn.Module):
+    """Products of three dimensions: reshaped results that lie on their argument's storage, and arguments that are expanded."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(4, -1, x.shape[-1])
+        y = torch.softmax(torch.tanh(y @ y.transpose(1, 2)), -1) @ y
+        return x + self.out(torch.tanh(y)).view_as(x)
+
+
 class Stack(nn.Module):
     """Keeps things of its steps, as user code may."""
 
-    def __init__(self, num: int = 4, width: int = 24) -> None:
+    def __init__(self, num: int = 4, width: int = 24, block: type[nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num))
+        self.blocks = nn.ModuleList(block(width) for _ in range(num))
         self.seen: list[Any] = []
         self.keeps: Any = None
 
@@ -213,17 +235,22 @@ class Stack(nn.Module):
         return x
 
 
-def test_a_step_is_recycled_as_predicted_and_stays_below_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", ["full", "0.6x", "min"])
+@pytest.mark.parametrize("block", [Block, Attention])
+def test_a_step_is_recycled_as_predicted_and_stays_below_its_peak(
+    block: type[nn.Module], budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    model, x = Stack(), torch.randn(64, 24)
+    model, x = Stack(block=block), torch.randn(64, 24)
     want = step(model, x)
-    plan = keepwise.fit(model, (x,), loss=mean_square, planner="full", budget="max", verify=False)
+    options = {"planner": "full", "budget": "max"} if budget == "full" else {"budget": budget}
+    plan = keepwise.fit(model, (x,), loss=mean_square, verify=False, **options)
     assert not differences(want, step(model, x))
     stats = plan.stats
     assert not stats.deviations
     predicted = recycled_bytes(plan.timeline, spare_of(plan.timeline), lambda t: out_form(resolve(t)) is not None)
-    assert stats.recycled_bytes > 0.3 * plan.dropped_bytes
-    assert stats.recycled_bytes == pytest.approx(predicted, rel=0.02)
+    assert stats.recycled_bytes > 0.2 * plan.dropped_bytes
+    assert stats.recycled_bytes == pytest.approx(predicted, rel=0.1)
     assert stats.recycled_bytes_in_replays
 
     def whole() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import deque
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ class Recycler:
     __slots__ = ("handles", "nbytes")
 
     def __init__(self, handles: list[Handle] | None = None) -> None:
-        self.handles: deque[Handle] = deque(handles or ())
-        """Oldest first."""
-        self.nbytes = sum(n for _, _, n in self.handles)
+        self.handles: dict[int, Handle] = {handle[1]: handle for handle in handles or ()}
+        """Address of the storage -> handle, oldest first. One a storage: some ops return their argument's without saying so."""
+        self.nbytes = sum(n for _, _, n in self.handles.values())
         """Of all handles."""
 
     def clear(self) -> None:
@@ -50,44 +49,39 @@ class Recycler:
 
     def _lend(self, t: Tensor) -> None:
         handle = handle_of(t)
-        if handle is None:
+        if handle is None or handle[1] in self.handles:
             return
         if len(self.handles) == MAX_HANDLES:
-            self.nbytes -= self.handles.popleft()[2]
-        self.handles.append(handle)
+            self._drop(next(iter(self.handles)))
+        self.handles[handle[1]] = handle
         self.nbytes += handle[2]
+
+    def _drop(self, address: int) -> None:
+        self.nbytes -= self.handles.pop(address)[2]
 
     def take(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor | None:
         """A tensor over dead memory of exactly that size; None where there is none."""
         nbytes = math.prod(shape) * dtype.itemsize
-        handles = self.handles
         if nbytes < reuse.MIN_BYTES:
             return None
-        for i in range(len(handles) - 1, -1, -1):  # the latest is the likeliest to be in the caches
-            if handles[i][2] == nbytes and _is_dead(handles[i]):
-                storage = handles[i][0]
-                del handles[i]
-                self.nbytes -= nbytes
+        for handle in reversed(self.handles.values()):  # the latest is the likeliest to be in the caches
+            if handle[2] == nbytes and _is_dead(handle):
+                self._drop(handle[1])
                 t = torch.empty(0, dtype=dtype)
-                return t.set_(storage, 0, shape, stride) if stride is not None else t.set_(storage, 0, shape)  # type: ignore[arg-type]
+                return t.set_(handle[0], 0, shape, stride) if stride is not None else t.set_(handle[0], 0, shape)  # type: ignore[arg-type]
         return None
 
     def trim(self, spare_bytes: int) -> None:
         """Let go of dead memory, the oldest first, until it is within what may be held."""
         if self.nbytes <= spare_bytes:
             return
-        dead = [_is_dead(handle) for handle in self.handles]
-        excess = sum(handle[2] for handle, is_dead in zip(self.handles, dead, strict=True) if is_dead) - spare_bytes
-        if excess <= 0:
-            return
-        kept: deque[Handle] = deque()
-        for handle, is_dead in zip(self.handles, dead, strict=True):
-            if is_dead and excess > 0:
-                excess -= handle[2]
-                self.nbytes -= handle[2]
-            else:
-                kept.append(handle)
-        self.handles = kept
+        dead = [handle for handle in self.handles.values() if _is_dead(handle)]
+        excess = sum(n for _, _, n in dead) - spare_bytes
+        for _, address, n in dead:
+            if excess <= 0:
+                break
+            excess -= n
+            self._drop(address)
 
 
 def handle_of(t: Tensor) -> Handle | None:

@@ -93,11 +93,14 @@ class Guard(Watch):
     def __enter__(self) -> Any:
         if not _get_current_dispatch_mode_stack():
             self.recycler = Recycler()
+            self.loans = Loans(self.recycler)
         return super().__enter__()
 
     def close(self, *exc: Any) -> None:
         """Leave; dead memory is given back."""
-        self.recycler = None
+        if self.recycler is not None:
+            self.recycler.clear()
+            self.recycler = None
         super().close(*exc)
 
     def restart(self) -> None:
@@ -106,9 +109,9 @@ class Guard(Watch):
         self._new_frame()
 
     def _new_frame(self) -> None:
-        self.loans = Loans()
         if self.recycler is not None:
             self.recycler.clear()
+        self.loans = Loans(self.recycler)
         self.runs = [None] * len(self.runs)
         self.pending = {}
         self.counted = set()

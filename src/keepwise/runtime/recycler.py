@@ -106,15 +106,19 @@ def _is_dead(handle: Handle) -> bool:
 class Loans:
     """Memory of what windows retained, held for the replay of later windows of the same forward pass."""
 
-    __slots__ = ("__weakref__", "handles", "task")
+    __slots__ = ("__weakref__", "forward", "handles", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Recycler | None = None) -> None:
+        self.forward = forward
+        """What forward held for itself: no use after it."""
         self.handles: dict[int, list[Handle]] = {}
         """Borrower -> handles."""
         self.task = -1
 
     def take(self, window: int, task: int) -> list[Handle]:
-        """What a window may write over."""
+        """What a window may write over. A pass has begun, so forward is over."""
+        if self.forward is not None:
+            self.forward.clear()
         if self.task != task:  # that pass failed
             self.handles.clear()
         return self.handles.pop(window, [])

@@ -295,8 +295,9 @@ class WindowRun:
 
     def _run_all(self, calls: list[Call], again: bool, task: int) -> None:
         env: dict[int, Tensor] = {}
+        lent = self.loans.take(self.window, task) if self.loans is not None else None
         lends = self.loans is not None and not again
-        recycler = Recycler(self.loans.take(self.window, task) if lends and self.loans is not None else None)
+        recycler = Recycler(lent)
         cells = self.cells
         with clean(), self.ambient.active(), torch.set_grad_enabled(True):
             set_frees(calls, {c.geometry.root for c in list(cells.values()) if c.geometry is not None})

@@ -6,7 +6,7 @@
 A target that is measured again replaces its own figures in the results and leaves the others.
 
 *Predicted*: each target's step is recorded once; the judge (`keepwise.simulate`) prices the stock policies (as the planners of the same
-names) and our plans at five budgets and at each policy's own peak. *Measured*: the small size of each target is trained under the
+names) and our plans, masks expanded from their bits as in `fit`, at five budgets and at each policy's own peak. *Measured*: the small size of each target is trained under the
 policies and under our plans (`run.py`), bits compared with the plain step. Peaks are above what exists anyway.
 """
 
@@ -25,8 +25,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from keepwise import targets
 from keepwise.ir import Step
+from keepwise.ir.packing import with_packing
 from keepwise.plan import get_planner
-from keepwise.plan.optimal import bound_over_all_schedules, plan_floor, plan_optimal
+from keepwise.plan.optimal import Status, bound_over_all_schedules, plan_floor, plan_optimal
+from keepwise.plan.optimal.result import gap_of
 from keepwise.session.batch import as_batch, whole_step
 from keepwise.session.step_facts import only_inside_forward
 from keepwise.simulate import simulate
@@ -43,13 +45,20 @@ CURVE = 32
 MIB = 1 << 20
 
 
-def recorded(name: str) -> Step:
-    """The step of a target, as `fit` records it."""
+def recorded(name: str, folder: Path | None = None) -> Step:
+    """The step of a target, as `fit` records it; from a folder where it was recorded before, and into it."""
+    file = folder / f"{name}.json" if folder is not None else None
+    if file is not None and file.exists():
+        return Step.from_json(file.read_bytes())
     target = targets.build(name)
     batch = as_batch(target.args, target.kwargs)
     run = whole_step(target.model, batch, target.loss, None)
     traced = trace_steps(run, model=target.model, inputs=(batch.args, batch.kwargs), device="cpu")
-    return only_inside_forward(traced.recording.step, traced.recording.inside)
+    step = only_inside_forward(traced.recording.step, traced.recording.inside)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(step.to_json())
+    return step
 
 
 def predicted(step: Step) -> dict:
@@ -58,22 +67,26 @@ def predicted(step: Step) -> dict:
     # The duration of the recorded ops: that of the recorded step holds the recording too.
     static, seconds = plain.static_bytes, sum(op.seconds for op in step.ops)
     began = time.perf_counter()
-    floor = plan_floor(step)
-    low, high = floor.floor_bytes, plain.peak_bytes
+    forms = list({id(s): s for s in (with_packing(step), step)}.values())  # `fit` plans with masks from their bits
+    low, high = min(plan_floor(form).floor_bytes for form in forms), plain.peak_bytes
     model_seconds = time.perf_counter() - began
 
     def ours(budget: int, overall: bool) -> dict:
         began = time.perf_counter()
-        result = plan_optimal(step, budget)
+        results = [plan_optimal(form, budget) for form in forms]
         took = time.perf_counter() - began
+        result = min(results, key=lambda r: (r.status is Status.INFEASIBLE, r.added_seconds, r.peak_bytes))
+        bound = min(r.bound_seconds for r in results if r.status is not Status.INFEASIBLE)
         return {
             "budget_bytes": budget - static,
             "peak_bytes": result.peak_bytes - static,
             "added": result.added_seconds / seconds,
-            "bound": result.bound_seconds / seconds,
-            "gap": result.gap,
+            "bound": bound / seconds,
+            "gap": gap_of(result.added_seconds, bound, seconds),
             "solve_seconds": took,
-            "overall_bound": bound_over_all_schedules(step, budget, time_limit=5.0) / seconds if overall else None,
+            "overall_bound": min(bound_over_all_schedules(form, budget, time_limit=5.0) for form in forms) / seconds
+            if overall
+            else None,
         }
 
     policies = []
@@ -171,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("targets", nargs="*", default=list(TARGETS))
     parser.add_argument("--measured", choices=("tiny", "none"), default="tiny")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=Path, help="folder with recorded steps; missing ones are recorded into it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/envelope.json, .md and .svg")
     options = parser.parse_args(arguments)
@@ -180,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.targets:
         began = time.perf_counter()
         before = found.get(name, {})
-        found[name] = predicted(recorded(name))
+        found[name] = predicted(recorded(name, options.steps))
         print(f"{name}: predicted in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         found[name]["measured"] = before.get("measured", [])
         if options.measured == "tiny":

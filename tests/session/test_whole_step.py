@@ -100,7 +100,7 @@ def optimizer_in_backward(width: int = 64) -> Case:
     model, ids = made(width)
     optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
 
-    def train(p: Tensor) -> None:
+    def train(p: nn.Parameter) -> None:
         optimizers[p].step()
         optimizers[p].zero_grad(set_to_none=True)
 

@@ -142,9 +142,9 @@ class Failing(TorchDispatchMode):
 
 @pytest.mark.parametrize("make", [MemoryError, KeyboardInterrupt, lambda: torch.OutOfMemoryError("no memory")])
 def test_an_error_in_any_operator_of_forward_and_backward(pair: Pair, make: Callable[[], BaseException]) -> None:
-    meter = Failing(None, -1)
     for _ in range(2):  # the first step under a mode is audited
-        with Failing(None, -1) as meter:
+        meter = Failing(None, -1)
+        with meter:
             pair.step()
         outcome(pair.plain, pair.x)
     assert meter.num_ops > 60

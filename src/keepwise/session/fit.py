@@ -274,6 +274,7 @@ def fit(
             if not verify:
                 break
             if plan.runner.program.drops_nothing:
+                plan = Plan(msgspec.structs.replace(document, proven=()))  # plans for other sizes may drop something
                 if repeats is not None:
                     plan.proof = proof_of_one(
                         expected, expected, repeats=repeats, repeat_difference=difference, num_replays=0

@@ -192,15 +192,13 @@ def _failing(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
             pass
         finally:
             handle.remove()
-        out = model(*args, **kwargs)
-        caught: list[Any] = []
-        first = model.inp.weight.register_hook(lambda _, kind=kind: _raise(kind()))
+        handle = model.inp.weight.register_hook(lambda _, kind=kind: _raise(kind()))
         try:
-            loss_fn(out).backward()
-        except kind as error:
-            caught.append(type(error))
-        first.remove()
-        del out
+            loss_fn(model(*args, **kwargs)).backward()
+        except kind:
+            pass
+        finally:
+            handle.remove()
         model.zero_grad(set_to_none=True)
         args[0].grad = None
     return _simple(model, args, kwargs, loss_fn)

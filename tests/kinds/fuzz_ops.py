@@ -208,7 +208,10 @@ def moving_mean(m: Machine, x: Value, y: Value, k: int) -> Result:
 def scratch_used(m: Machine, x: Value, y: Value, k: int) -> Result:
     whole = wide(m, x)
     with torch.no_grad():
-        m.scratch.copy_(whole[0]).abs_()
+        if k % 2:
+            m.scratch.lerp_(whole[0], 0.5).mul_(1.1)  # carrying it out twice is not the same as once
+        else:
+            m.scratch.copy_(whole[0]).abs_()
     return torch.sin(whole * m.scratch.clone())
 
 

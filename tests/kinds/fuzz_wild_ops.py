@@ -121,7 +121,7 @@ def cell(m: Machine, x: Value, y: Value, k: int) -> Result:
 def pooled(m: Machine, x: Value, y: Value, k: int) -> Result:
     x = wide(m, x)
     values, index = F.max_pool1d(x[None], 2, return_indices=True)
-    return F.max_unpool1d(values.sin(), index, 2)[0] * x
+    return F.max_unpool1d(values.sin(), index, [2])[0] * x
 
 
 @op("tuples")
@@ -200,7 +200,7 @@ def into_buffer(m: Machine, x: Value, y: Value, k: int) -> Result:
 @op("resizing")
 def set_elsewhere(m: Machine, x: Value, y: Value, k: int) -> Result:
     room = torch.empty(0)
-    room.set_(x.detach().clone())
+    room.set_(x.detach().clone())  # pyright: ignore[reportArgumentType]
     return x.sin() * room.exp().clamp(max=2)
 
 

@@ -129,6 +129,21 @@ def test_two_processes(how: str) -> None:
     assert {name: texts for name, texts in found.items() if texts} == {}
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_the_bytes_of_the_buckets_are_counted(views: bool) -> None:
+    """Gradients are copies of the buckets, or lie in them."""
+    one_process_group()
+    seed_all(1)
+    model, x = Stack(), torch.randn(4, 8)
+    wanted: dict[str, Any] = {"loss": mean_square, **options("everything")}
+    alone = keepwise.fit(model, (x,), **wanted)
+    alone.remove()
+    wrapped = keepwise.fit(DistributedDataParallel(model, gradient_as_bucket_view=views), (x,), **wanted)
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert wrapped.static_bytes - alone.static_bytes == (0 if views else gradients)
+    wrapped.remove()
+
+
 def test_sharded_parameters_get_one_clear_error_or_work() -> None:
     from torch.distributed.fsdp import fully_shard
 

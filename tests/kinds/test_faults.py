@@ -1,7 +1,7 @@
 """Planted faults: each mechanism of the runtime is taken out, one by one, and the fuzzer has to notice every time.
 
-A fault counts as found by a program that fails with it and passes without it. Should the runtime be rearranged, the five
-`_without_...` functions below are what has to follow: each names the one place where its mechanism acts.
+A fault counts as found by a program that fails with it and passes without it. The faults are those of `tests/runtime`, where each
+has a scenario of its own; here nobody tells the fuzzer what to look for.
 """
 
 from __future__ import annotations
@@ -14,56 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, settings
 
 import keepwise
+from tests.runtime import test_planted_faults as faults
 
-from .fuzz import Spec, program_of, specs
+from .fuzz import Spec, program_of
+from .fuzz_search import random_spec
 from .harness import check, fit_program, fresh
 from .program import Program
-from .test_fuzz import FIXED
 
 pytestmark = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.fit is not there yet")
 
 Planter = Callable[[pytest.MonkeyPatch], None]
+MOST = 400
+"""Programs that are tried."""
 
 
-def _without_version_check(patch: pytest.MonkeyPatch) -> None:
-    """Nothing that was written since forward is noticed."""
-    for room in ("holding", "guard", "replay"):
-        patch.setattr(f"keepwise.runtime.{room}.version_of", lambda t: 0)
-
-
-def _without_random_state(patch: pytest.MonkeyPatch) -> None:
-    """Replays draw from wherever the generators are by then."""
-    patch.setattr("keepwise.runtime.replay.call_with_state", lambda func, args, kwargs, random: func(*args, **kwargs))
-
-
-def _without_this_steps_numbers(patch: pytest.MonkeyPatch) -> None:
-    """The guard lets each op pass with the numbers of the step in which it first saw it."""
-    from keepwise.runtime.guard import Guard
-
-    capture, first = Guard._capture, {}
-
-    def stale(self: Any, run: Any, use: Any, entry: Any, func: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-        known, _ = first.setdefault((id(self.program), entry.index), (args, self.program))
-        if len(known) == len(args):
-            args = tuple(old if isinstance(old, int | float) else new for old, new in zip(known, args, strict=True))
-        return capture(self, run, use, entry, func, args, kwargs, *rest)
-
-    patch.setattr(Guard, "_capture", stale)
-
-
-def _without_detach(patch: pytest.MonkeyPatch) -> None:
-    """Kept tensors are held with their history."""
-    patch.setattr("keepwise.runtime.holding.alias_in_pack", lambda t: t)
-    patch.setattr("keepwise.runtime.guard.alias", lambda t: t)
-
-
-def _without_clean_surroundings(patch: pytest.MonkeyPatch) -> None:
-    """Replays run under whatever mode backward runs under. (What writes into given memory knows no autocast.)"""
-    patch.setattr("keepwise.runtime.replay.clean", contextlib.nullcontext)
-    patch.setattr("keepwise.runtime.reuse.MIN_BYTES", 1 << 30)
+def _unproved(*args: Any, **kwargs: Any) -> Any:
+    """`fit` without its own proof, which would refuse a faulty runtime by itself."""
+    return keepwise.fit(*args, verify=False, **kwargs)
 
 
 def _differs(spec: Spec) -> bool:
@@ -73,11 +42,6 @@ def _differs(spec: Spec) -> bool:
             return bool(check(program_of(spec), "everything", _unproved))
         except Exception:
             return True
-
-
-def _unproved(*args: Any, **kwargs: Any) -> Any:
-    """`fit` without its own proof, which would refuse a faulty runtime by itself."""
-    return keepwise.fit(*args, verify=False, **kwargs)
 
 
 def _leaks(spec: Spec) -> bool:
@@ -105,12 +69,40 @@ def _forward(program: Program, built: Any, plan: Any) -> None:
         built.loss(built.model(*built.args))
 
 
-FAULTS: list[tuple[str, Planter, Callable[[Spec], bool]]] = [
-    ("version check", _without_version_check, _differs),
-    ("random state", _without_random_state, _differs),
-    ("numbers of this step", _without_this_steps_numbers, _differs),
+def _without_detach(patch: pytest.MonkeyPatch) -> None:
+    """Kept tensors are held with their history."""
+    faults.detach_of_kept(patch)
+    faults.detach_of_captured(patch)
+
+
+def _without_clean_surroundings(patch: pytest.MonkeyPatch) -> None:
+    """Replays run under whatever mode backward runs under. (What writes into given memory knows no autocast.)"""
+    faults.clean_surroundings(patch)
+    patch.setattr("keepwise.runtime.reuse.MIN_BYTES", 1 << 30)
+
+
+NAMED: list[tuple[str, Planter, Callable[[Spec], bool]]] = [
+    ("version check", faults.version_check, _differs),
+    ("random state", faults.generator_states, _differs),
+    ("numbers of this step", faults.this_steps_literals, _differs),
     ("detach", _without_detach, _leaks),
     ("clean surroundings", _without_clean_surroundings, _differs),
+]
+OTHERS: tuple[Planter, ...] = (
+    faults.version_of_dropped,
+    faults.wiring,
+    faults.whose_write_it_was,
+    faults.captured_copies,
+    faults.copies_for_the_next_replay,
+    faults.copies_of_buffers,
+    faults.protection,
+    faults.without_autocast,
+    faults.stepping_aside,
+    faults.waiting_for_the_write,
+)
+ALL = [
+    *(pytest.param(plant, fails, id=name) for name, plant, fails in NAMED),
+    *(pytest.param(plant, _differs, id=plant.__name__, marks=pytest.mark.slow) for plant in OTHERS),
 ]
 
 
@@ -121,14 +113,11 @@ def _planted(plant: Planter) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("plant", "fails"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(("plant", "fails"), ALL)
 def test_the_fuzzer_finds_a_planted_fault(plant: Planter, fails: Callable[[Spec], bool]) -> None:
-    def found(spec: Spec) -> bool:
+    for spec in map(random_spec, range(MOST)):
         with _planted(plant):
-            if not fails(spec):
-                return False
-        return not fails(spec)
-
-    quick = settings(max_examples=300, phases=[Phase.generate], **FIXED)
-    spec = find(specs(), found, settings=quick)
-    assert found(spec)
+            found = fails(spec)
+        if found and not fails(spec):
+            return
+    pytest.fail(f"{MOST} programs pass without this mechanism")

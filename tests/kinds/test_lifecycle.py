@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -413,17 +414,44 @@ def _objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("how", ["everything", pytest.param("min", marks=pytest.mark.slow)])
-def test_nothing_grows_over_500_steps(how: str) -> None:
+def _lived(model: Any, x: torch.Tensor, plan: keepwise.Plan, num_steps: int, trouble: int) -> None:
+    """Steps of changing shapes; every `trouble`-th fails in forward, in backward or in a hook, or the plan is taken off and put back."""
+    for i in range(num_steps):
+        if i % trouble == trouble - 1:
+            kind = i // trouble % 4
+            if kind == 3:
+                plan.remove()
+                outcome(model, x)
+                plan.apply(model)
+            else:
+                place = (model.blocks[1].register_forward_pre_hook, model.blocks[1].register_full_backward_hook)[
+                    kind % 2
+                ]
+                handle = place(_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    outcome(model, x)
+                handle.remove()
+        outcome(model, x[: 6 - i % 3])
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("num_steps", "trouble"), [(60, 5), pytest.param(500, 50, marks=pytest.mark.slow)], ids=["60 steps", "500 steps"]
+)
+def test_nothing_grows_over_steps_of_all_kinds(how: str, num_steps: int, trouble: int) -> None:
     model, x = built()
     plan = planned(model, x, how)
-    for _ in range(20):
-        outcome(model, x)
-    tensors_before, objects_before = _census(), _objects()
-    for i in range(500):
-        outcome(model, x[: 6 - i % 3])
+    _lived(model, x, plan, 4 * trouble if trouble < 50 else 30, 5)
+    process = psutil.Process()
+    tensors_before, objects_before, resident_before = _census(), _objects(), process.memory_info().rss
+    _lived(model, x, plan, num_steps, trouble)
     assert _census() <= tensors_before
     assert _objects() <= objects_before + 60
+    assert process.memory_info().rss <= resident_before + (16 << 20)
+    plain, _ = built()
+    for mine, its in zip(model.buffers(), plain.buffers(), strict=True):
+        mine.copy_(its)
+    same(outcome(plain, x), outcome(model, x))
     plan.remove()
 
 
@@ -462,5 +490,5 @@ def test_nothing_grows_when_backward_fails(how: str) -> None:
     plan.remove()
 
 
-def _interrupt(grad: torch.Tensor) -> None:
+def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt

@@ -49,7 +49,7 @@ def test_a_plan_for_several_batches(how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["everything", "min"])
+@pytest.mark.parametrize("how", ["everything", "min", "0.6x"])
 def test_two_hundred_lengths(how: str) -> None:
     lengths = list(range(3, 203))
     random.Random(0).shuffle(lengths)
@@ -60,6 +60,9 @@ def test_two_hundred_lengths(how: str) -> None:
     for n, a, b in zip(lengths, plain, _train(model, batches), strict=True):
         assert mapping_differences(a, b) == [], n
     assert len(plan.shapes) <= 6
+    chooser: Any = plan.runner.chooser
+    assert (chooser is None) == (how != "0.6x")
+    assert chooser is None or 1 < chooser.num_plans <= 8, "plans for two hundred lengths"
     plan.remove()
 
 

@@ -17,7 +17,7 @@ from keepwise._errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 
-from keepwise.integrations.transformers import KeepwiseCallback  # noqa: E402
+from keepwise.integrations.transformers import MAX_REPLANS, KeepwiseCallback  # noqa: E402
 
 from .test_recipes import same  # noqa: E402
 
@@ -59,6 +59,7 @@ def train(
     attention: str = "sdpa",
     trainer_options: dict[str, Any] | None = None,
     rounds: int = 1,
+    also: Sequence[transformers.TrainerCallback] = (),
     **options: Any,
 ) -> tuple[Seen, Any]:
     transformers.set_seed(0)
@@ -88,7 +89,7 @@ def train(
         train_dataset=rows,
         eval_dataset=rows[:4],
         data_collator=collate,
-        callbacks=[seen, *([callback] if callback is not None else [])],
+        callbacks=[seen, *([callback] if callback is not None else []), *also],
         **(trainer_options or {}),
     )
     for _ in range(rounds):
@@ -162,6 +163,42 @@ def test_a_first_batch_without_padding_does_not_spoil_the_others(tmp_path) -> No
     assert callback.plan is plans[-1]
     assert callback.plan.stats.num_deviations == 0
     assert callback.plan.stats.num_dropped > 0
+
+
+class Switching(transformers.TrainerCallback):
+    """Computes attention by other operators from a step on, or in turns."""
+
+    def __init__(self, *after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self.after:
+            config = kwargs["model"].config
+            kwargs["model"].set_attn_implementation("eager" if config._attn_implementation == "sdpa" else "sdpa")
+
+
+@pytest.mark.filterwarnings("ignore:keepwise. this step differs")
+def test_steps_that_differ_lead_to_another_plan(tmp_path) -> None:
+    options: dict[str, Any] = {"folder": tmp_path, "max_steps": 8}
+    callback = KeepwiseCallback(budget="max", planner="recompute_everything")
+    planned = train(callback, [48] * 64, also=[Switching(2)], **options)
+    assert_same(planned, train(None, [48] * 64, also=[Switching(2)], **options))
+    assert callback.num_replans == 1
+    plans = [id(plan) for plan in planned[0].steps]
+    assert len({*plans[1:4]}) == 1, "the second plan is made in the step after the one that differed"
+    assert plans[4:] == [id(callback.plan)] * 4 != plans[:4]
+    assert callback.plan is not None
+    assert callback.plan.stats.num_dropped > 0
+    assert callback.plan.stats.num_deviations == 0
+
+
+@pytest.mark.filterwarnings("ignore:keepwise. this step differs")
+def test_new_plans_end_where_steps_differ_for_ever(tmp_path) -> None:
+    options: dict[str, Any] = {"folder": tmp_path, "max_steps": 12}
+    callback = KeepwiseCallback(budget="max", planner="recompute_everything")
+    planned = train(callback, [48] * 64, also=[Switching(*range(1, 12))], **options)
+    assert_same(planned, train(None, [48] * 64, also=[Switching(*range(1, 12))], **options))
+    assert callback.num_replans == MAX_REPLANS
 
 
 def test_accumulation(tmp_path) -> None:

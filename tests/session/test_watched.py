@@ -13,6 +13,8 @@ from torch import nn
 import keepwise
 from keepwise import Status
 
+from .models import Stack
+
 NUM_CALLS: list[int] = []
 """A global, which planning cannot put back."""
 EVERYTHING: dict[str, Any] = {"planner": "recompute_everything", "budget": "max"}
@@ -175,6 +177,22 @@ def test_what_the_proof_did_not_reach_is_audited_when_it_comes(hidden: bool) -> 
         counts.append(plan.stats.num_audited)
     assert counts[0] > 0
     assert counts[1:] == [0] * 11
+    plan.remove()
+
+
+@pytest.mark.filterwarnings("ignore:keepwise. a batch of")
+def test_plans_for_larger_batches_are_audited_where_the_recorded_one_dropped_nothing() -> None:
+    model, x = Stack(depth=8), torch.randn(32, 16)
+    plain = keepwise.fit(model, (x,), loss=loss, budget="max")
+    plain.remove()
+    plan = keepwise.fit(model, (x,), loss=loss, budget=int(plain.plain_peak_bytes * 1.01))
+    assert plan.dropped_bytes == 0
+    counts = []
+    for _ in range(4):  # the second knows the size, and may run another plan than the first
+        step(model, torch.randn(40, 16))
+        counts.append((plan.stats.num_dropped > 0, plan.stats.num_audited > 0))
+    assert counts[0] == (True, True)
+    assert counts[2:] == [(True, False)] * 2
     plan.remove()
 
 

@@ -283,7 +283,9 @@ class WindowRun:
                 if c.tensor is None:
                     self.stats.missing(c.view, self.path)
                 if c.digest is not None and c.tensor is not None:
-                    self.stats.compare(c.digest, digest(c.tensor), c.view, self.path)
+                    with torch._C._DisableTorchDispatch():  # the user's modes
+                        found = digest(c.tensor)
+                    self.stats.compare(c.digest, found, c.view, self.path)
         except BaseException:
             for c in empty:  # note 7
                 c.tensor = None

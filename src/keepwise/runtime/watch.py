@@ -79,14 +79,16 @@ class Watch(TorchDispatchMode):
         self.close(*exc)
 
     def close(self, *exc: Any) -> None:
-        """Leave, unless that is done: an interrupt by hand may come when `__exit__` has been called and has not begun."""
-        if not self.is_entered:
-            return
+        """Leave; does what is left to do of it, as an interrupt by hand may come before `__exit__` has begun, or in it."""
+        self.is_entered = False
         try:
-            super().__exit__(*exc)
+            modes = _get_current_dispatch_mode_stack()
+            if modes and modes[-1] is self:
+                super().__exit__(*exc)
         finally:
-            self.is_entered = False
-            pop()
+            top = innermost_hooks()
+            if top is not None and top[1] is unpack and getattr(top[0], "__self__", None) is self:
+                pop()
             self.ids.clear()
             self.lying.clear()
 

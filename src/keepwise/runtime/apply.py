@@ -23,11 +23,12 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from keepwise._errors import KeepwiseError, PlanMismatch
 from keepwise._units import show_bytes
@@ -41,10 +42,11 @@ KEPT_SHARE = 0.05
 """Share of the planned bytes kept against the plan above which a warning says so."""
 
 _NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-_RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
-_CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-_MODULES: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-_PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+# By identity: a model may have an `__eq__` of its own.
+_RUNNERS: MutableMapping[nn.Module, Runner] = WeakIdKeyDictionary()
+_CLASSES: MutableMapping[type, type] = WeakIdKeyDictionary()
+_MODULES: MutableMapping[nn.Module, list[weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
+_PATCHED: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
 
 
 class Chooser(Protocol):

@@ -181,7 +181,10 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tensors_out(result) if t is not None]
         op.outputs = [table.returned(t, index, category=category) for t in outputs]
         read = {i.draft.id for i in incarnations if i is not None}
-        op.is_view = bool(outputs) and not written and all(table.values[v].storage in read for v in op.outputs)
+        lies_on = {table.values[v].storage for v in op.outputs}
+        op.is_view = bool(outputs) and not written and lies_on <= read
+        if any(s not in read and table.storages[s].birth != index for s in lies_on):
+            op.why_not = "its result lies on memory that no tensor among its arguments shows"  # `set_` of a storage
 
     def _is_accumulation(self, func: Any, op: OpDraft, tensors: list[Tensor], incarnations: Incarnations) -> bool:
         """Note 3."""

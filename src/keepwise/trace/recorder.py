@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
-from keepwise.runtime.calls import tensors_in, tensors_out
+from keepwise.runtime.calls import in_shadow, is_shadow, tensors_in, tensors_out
 from keepwise.runtime.special import replay_arguments
 from keepwise.trace.admission import Admission, Effects, schema_effects
 from keepwise.trace.calibration import counts_of, is_dense, unshared_counts
@@ -72,6 +72,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = time.perf_counter()
         kwargs = kwargs or {}
+        if in_shadow() or (types and is_shadow(types)):
+            return func(*args, **kwargs)
         if types and not _PLAIN_TYPES.issuperset(types) and any(_desugars(t) for t in types):
             return NotImplemented  # the plain ops that it consists of come next
         if _functorch_stack() is not None:

@@ -10,7 +10,7 @@ Notes:
    mode that was not there before is audited.
 5. The generated subclass must not be seen by the user's `__init_subclass__` (registries, required arguments): it is made over
    `nn.Module` and given its base afterwards.
-6. Sharding a planned model (FSDP2, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
+6. Sharding a planned model (FSDP, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
    needs it. That is refused before the step.
 7. A plan for batches of another size may drop what the plan that `fit` proved keeps, and the step that proved it may have taken
    another branch. The first steps that drop something whose replay was never compared with its original are audited.
@@ -190,7 +190,13 @@ def refuse_sharded(model: nn.Module) -> None:
     Raises:
         PlanMismatch: a parameter is sharded.
     """
-    for module in _with_parameters(model):
+    modules = _with_parameters(model)
+    if any("_is_fsdp_managed_module" in module.__dict__ for module in (model, *modules)):
+        raise PlanMismatch(
+            f"this {type(model).__name__} was sharded after the plan was applied (FSDP), which is not supported "
+            "yet; call plan.remove() before sharding, or use DDP"
+        )
+    for module in modules:
         for name, p in module._parameters.items():
             if p is not None and type(p) is not nn.Parameter and type(p).__name__ == "DTensor":
                 raise PlanMismatch(

@@ -113,7 +113,8 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
         devices.setdefault(p.device, name)
         if type(p.data).__name__ == "DTensor":
             raise UsageError(
-                f"parameter {name} is sharded (DTensor: FSDP2 or tensor parallel), which is not supported yet; train without a plan, or use DDP"
+                f"parameter {name} is sharded (DTensor: FSDP2 or tensor parallel), which is not supported yet; train without a plan, "
+                "or use DDP"
             )
     for name, b in model.named_buffers():
         if type(b).__name__ == "DTensor":
@@ -129,9 +130,7 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
     if batch is not None:
         for where, t in _tensors(batch):
             if type(t).__name__ == "DTensor":
-                raise UsageError(
-                    f"{where} is a DTensor, which is not supported yet; plan a model of local tensors"
-                )
+                raise UsageError(f"{where} is a DTensor, which is not supported yet; plan a model of local tensors")
             if t.device != device and t.dim() > 0:
                 raise UsageError(
                     f"{where} is on {t.device}, the model on {device}; move the batch with .to('{device}')"

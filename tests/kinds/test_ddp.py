@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from typing import Any
 
 import pytest
@@ -152,6 +153,42 @@ def test_sharded_parameters_get_one_clear_error_or_work() -> None:
     model: Any = fully_shard(Stack())
     with pytest.raises(keepwise.KeepwiseError, match=r"FSDP|DTensor|shard"):
         keepwise.fit(model, (torch.randn(4, 8),), loss=mean_square, budget="max")
+
+
+def _flat_sharded(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its deprecation, and of the one process
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_older_sharding_gets_one_clear_error(whole: bool) -> None:
+    one_process_group()
+    seed_all(1)
+    model: Any = Stack()
+    if whole:
+        model = _flat_sharded(model)
+    else:
+        model.blocks[1] = _flat_sharded(model.blocks[1])
+    with pytest.raises(keepwise.KeepwiseError, match="FullyShardedDataParallel"):
+        keepwise.fit(model, (torch.randn(4, 8),), loss=mean_square, budget="max")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_older_sharding_of_a_planned_model_says_so_before_the_step(whole: bool) -> None:
+    one_process_group()
+    seed_all(1)
+    model: Any = Stack()
+    x = torch.randn(4, 8)
+    plan = keepwise.fit(model, (x,), loss=mean_square, **options("everything"))
+    sharded = _flat_sharded(model) if whole else model
+    if not whole:
+        model.blocks[1] = _flat_sharded(model.blocks[1])
+    with pytest.raises(keepwise.PlanMismatch, match=r"plan\.remove\(\)"):
+        sharded(x)
+    plan.remove()
 
 
 def _tensor_parallel() -> tuple[nn.Module, Any]:

@@ -314,6 +314,21 @@ def test_an_error_while_planning_leaves_no_trace() -> None:
     same(outcome(plain, x), outcome(model, x))
 
 
+@pytest.mark.parametrize("how", ["everything", "min"])
+def test_memory_can_be_resized_as_before(how: str) -> None:
+    model, x = built()
+    seed_all()
+    big = torch.randn(6, 8, requires_grad=True)
+    plan = planned(model, x, how)
+    keepwise.verify(model, (x,), plan=plan, loss=mean_square)
+    plan.audit(every=1)
+    mean_square(model(big)).backward()
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers()), "batch": x, "argument": big}
+    held |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert {name: t for name, t in held.items() if not t.untyped_storage().resizable()} == {}
+    plan.remove()
+
+
 def test_an_infeasible_budget_leaves_no_trace() -> None:
     model, x = built()
     before = tensors(model)

@@ -10,7 +10,7 @@ Notes:
    mode that was not there before is audited.
 5. The generated subclass must not be seen by the user's `__init_subclass__` (registries, required arguments): it is made over
    `nn.Module` and given its base afterwards.
-6. Sharding a planned model (FSDP2, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
+6. Sharding a planned model (FSDP, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
    needs it. That is refused before the step.
 7. A plan for batches of another size may drop what the plan that `fit` proved keeps, and the step that proved it may have taken
    another branch. The first steps that drop something whose replay was never compared with its original are audited.
@@ -23,11 +23,12 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from keepwise._errors import KeepwiseError, PlanMismatch
 from keepwise._units import show_bytes
@@ -41,10 +42,11 @@ KEPT_SHARE = 0.05
 """Share of the planned bytes kept against the plan above which a warning says so."""
 
 _NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-_RUNNERS: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
-_CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-_MODULES: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-_PATCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+# By identity: a model may have an `__eq__` of its own.
+_RUNNERS: MutableMapping[nn.Module, Runner] = WeakIdKeyDictionary()
+_CLASSES: MutableMapping[type, type] = WeakIdKeyDictionary()
+_MODULES: MutableMapping[nn.Module, list[weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
+_PATCHED: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
 
 
 class Chooser(Protocol):
@@ -188,7 +190,13 @@ def refuse_sharded(model: nn.Module) -> None:
     Raises:
         PlanMismatch: a parameter is sharded.
     """
-    for module in _with_parameters(model):
+    modules = _with_parameters(model)
+    if any("_is_fsdp_managed_module" in module.__dict__ for module in (model, *modules)):
+        raise PlanMismatch(
+            f"this {type(model).__name__} was sharded after the plan was applied (FSDP), which is not supported "
+            "yet; call plan.remove() before sharding, or use DDP"
+        )
+    for module in modules:
         for name, p in module._parameters.items():
             if p is not None and type(p) is not nn.Parameter and type(p).__name__ == "DTensor":
                 raise PlanMismatch(

@@ -14,6 +14,11 @@ import torch
 
 Tensor = torch.Tensor
 
+_dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+_MODE_KEYS: Any = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+_SHADOW_MODES = (_MODE_KEYS.FAKE, _MODE_KEYS.FUNCTIONAL)
+_SHADOWS = frozenset(("FakeTensor", "FunctionalTensor"))
+
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
     """Tensor arguments in flattened order."""
@@ -184,6 +189,16 @@ def resolve(target: str) -> torch._ops.OpOverload:
 def has_subclass(types: Any) -> bool:
     """Whether a call's overloaded argument types hold a tensor subclass with a dispatch rule of its own."""
     return any(c.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for c in types)
+
+
+def is_shadow(types: Any) -> bool:
+    """Whether a call only works out shapes or is being traced: it belongs to the mode below ours, and is no part of the step."""
+    return any(c.__name__ in _SHADOWS and c.__module__.startswith("torch._subclasses") for c in types)
+
+
+def in_shadow() -> bool:
+    """The same for a call that may have no argument to tell by."""
+    return any(_dispatch_mode(key) is not None for key in _SHADOW_MODES)
 
 
 def is_plain(t: Tensor) -> bool:

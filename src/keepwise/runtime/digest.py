@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from keepwise.runtime.memory import bytes_at
+
 Tensor = torch.Tensor
 
 _WIDTH = 1024
@@ -33,7 +35,7 @@ def digest(t: Tensor) -> int:
         t = t.resolve_conj().resolve_neg()
     flat = bytes_of(t)
     if t.device.type == "cpu" and flat.numel() < _SMALL_BYTES:
-        return zlib.crc32(memoryview(flat.numpy()), seed)  # pyright: ignore[reportArgumentType]
+        return zlib.crc32(bytes_at(flat, flat.numel()), seed)
     return seed ^ _mix(flat)
 
 
@@ -82,7 +84,8 @@ def _feed(h: Any, t: Tensor) -> None:
     elif t.numel():
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
-        h.update(memoryview(bytes_of(t).cpu().numpy()))  # pyright: ignore[reportArgumentType]
+        flat = bytes_of(t).cpu()
+        h.update(bytes_at(flat, flat.numel()))
 
 
 def _mix(flat: Tensor) -> int:

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
+    is_shadow,
     mutates,
     returns_view,
     skeleton,
@@ -122,7 +123,7 @@ class Guard(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_subclass(types):
-            return NotImplemented  # the plain ops that it consists of come next
+            return func(*args, **(kwargs or {})) if is_shadow(types) else NotImplemented  # its plain ops come next
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
             if self.recycler is not None:
                 self.recycler.clear()

@@ -25,6 +25,7 @@ from torch import nn
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
+    is_shadow,
     mutates,
     skeleton,
     storage_key,
@@ -72,7 +73,7 @@ class Region(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_subclass(types):
-            return NotImplemented
+            return func(*args, **(kwargs or {})) if is_shadow(types) else NotImplemented
         kwargs = kwargs or {}
         seen_args, seen_kwargs = replay_arguments(func, args, kwargs)
         tensors = tensors_in(seen_args, seen_kwargs)

@@ -106,18 +106,19 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
     for name, module in model.named_modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine"):
             raise UsageError(
-                f"{type(module).__name__} ({name or 'the model'}) is not supported yet: plan the model before it is sharded, or use DDP"
+                f"{type(module).__name__} ({name or 'the model'}) is not supported yet: train without a plan, or use DDP"
             )
     devices: dict[torch.device, str] = {}
     for name, p in model.named_parameters():
         devices.setdefault(p.device, name)
         if type(p.data).__name__ == "DTensor":
             raise UsageError(
-                f"parameter {name} is sharded (DTensor: FSDP2 or tensor parallel), which is not supported yet; plan the unsharded model"
+                f"parameter {name} is sharded (DTensor: FSDP2 or tensor parallel), which is not supported yet; train without a plan, "
+                "or use DDP"
             )
     for name, b in model.named_buffers():
         if type(b).__name__ == "DTensor":
-            raise UsageError(f"buffer {name} is a DTensor, which is not supported yet; plan the unsharded model")
+            raise UsageError(f"buffer {name} is a DTensor, which is not supported yet; train without a plan")
         if not devices:
             devices.setdefault(b.device, name)
     if len(devices) > 1:
@@ -129,9 +130,7 @@ def check_devices(model: nn.Module, batch: Batch | None) -> torch.device:
     if batch is not None:
         for where, t in _tensors(batch):
             if type(t).__name__ == "DTensor":
-                raise UsageError(
-                    f"{where} is a DTensor, which is not supported yet; plan the unsharded model on local tensors"
-                )
+                raise UsageError(f"{where} is a DTensor, which is not supported yet; plan a model of local tensors")
             if t.device != device and t.dim() > 0:
                 raise UsageError(
                     f"{where} is on {t.device}, the model on {device}; move the batch with .to('{device}')"

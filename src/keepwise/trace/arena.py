@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from typing import Any
 
 import torch
+
+from keepwise.runtime.memory import bytes_at
 
 
 class Arena:
@@ -34,7 +35,7 @@ class Arena:
         Returns:
             Where they lie; None where there is no room on disk.
         """
-        view = _view(storage)
+        view = bytes_at(storage, storage.nbytes())
         with self._lock:
             if self._owner != os.getpid():  # the first use, or a fork: the parent's file is not ours
                 try:
@@ -58,7 +59,7 @@ class Arena:
 
     def read(self, place: int, storage: torch.UntypedStorage) -> None:
         """Fill a CPU storage with what was written there."""
-        view = _view(storage)
+        view = bytes_at(storage, storage.nbytes())
         done = 0
         while done < len(view):
             got = os.preadv(self._handle, [view[done : done + (1 << 30)]], place + done)
@@ -75,12 +76,6 @@ class Arena:
             if self._num_copies == 0:
                 os.ftruncate(self._handle, 0)
                 self._end = 0
-
-
-def _view(storage: torch.UntypedStorage) -> memoryview:
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-    array: Any = flat.numpy()
-    return memoryview(array)
 
 
 ARENA = Arena()

@@ -120,8 +120,22 @@ def record(
 
 
 def _run_under(recorder: Recorder, run: Callable[[], Any]) -> Any:
-    def enter(*_: Any) -> None:
+    def outside(closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure given to `optimizer.step` runs forward and backward: no part of the optimizer's phase."""
+
+        def call() -> Any:
+            depth, recorder.optimizer_depth = recorder.optimizer_depth, 0
+            try:
+                return closure()
+            finally:
+                recorder.optimizer_depth = depth
+
+        return call
+
+    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         recorder.optimizer_depth += 1
+        given = [outside(a) if k and callable(a) else a for k, a in enumerate(args)]
+        return tuple(given), {k: outside(v) if k == "closure" and callable(v) else v for k, v in kwargs.items()}
 
     def leave(*_: Any) -> None:
         recorder.optimizer_depth = max(recorder.optimizer_depth - 1, 0)

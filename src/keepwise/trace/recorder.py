@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
-from keepwise.runtime.calls import tensors_in, tensors_out
+from keepwise.runtime.calls import in_shadow, is_shadow, tensors_in, tensors_out
 from keepwise.runtime.special import replay_arguments
 from keepwise.trace.admission import Admission, Effects, schema_effects
 from keepwise.trace.calibration import counts_of, is_dense, unshared_counts
@@ -72,6 +72,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = time.perf_counter()
         kwargs = kwargs or {}
+        if in_shadow() or (types and is_shadow(types)):
+            return func(*args, **kwargs)
         if types and not _PLAIN_TYPES.issuperset(types) and any(_desugars(t) for t in types):
             return NotImplemented  # the plain ops that it consists of come next
         if _functorch_stack() is not None:
@@ -181,7 +183,10 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tensors_out(result) if t is not None]
         op.outputs = [table.returned(t, index, category=category) for t in outputs]
         read = {i.draft.id for i in incarnations if i is not None}
-        op.is_view = bool(outputs) and not written and all(table.values[v].storage in read for v in op.outputs)
+        lies_on = {table.values[v].storage for v in op.outputs}
+        op.is_view = bool(outputs) and not written and lies_on <= read
+        if any(s not in read and table.storages[s].birth != index for s in lies_on):
+            op.why_not = "its result lies on memory that no tensor among its arguments shows"  # `set_` of a storage
 
     def _is_accumulation(self, func: Any, op: OpDraft, tensors: list[Tensor], incarnations: Incarnations) -> bool:
         """Note 3."""

@@ -85,7 +85,11 @@ class Bytes:
             for t, copy in self._saved.values():
                 storage = t.untyped_storage()
                 if storage.nbytes() != copy.nbytes:
-                    storage.resize_(copy.nbytes)
+                    if storage.resizable():
+                        storage.resize_(copy.nbytes)
+                    else:  # NumPy was given its memory meanwhile
+                        storage = torch.UntypedStorage(copy.nbytes, device=storage.device)
+                        t.data = torch.empty(0, dtype=t.dtype, device=t.device).set_(storage)  # type: ignore[call-overload]
                 if not copy.equals(storage):
                     changed += 1
                     copy.into(storage)

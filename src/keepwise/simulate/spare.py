@@ -21,10 +21,7 @@ MIN_BYTES = 1 << 16
 
 
 def spare_of(timeline: Timeline) -> Spare:
-    """What `timeline` leaves free under its own peak; nothing where several micro-batches are in flight, each of which would hold it."""
-    if timeline.step.in_flight > 1:
-        nothing = tuple((0,) * len(r.ops) for r in timeline.replays)
-        return Spare(moments=(0,) * len(timeline.live_bytes), replays=nothing)
+    """What `timeline` leaves free under its own peak."""
     peak = timeline.peak_bytes
     live = peak - timeline.live_bytes
     inside = [peak - (r.base_bytes + r.inner_bytes) for r in timeline.replays]

@@ -93,12 +93,6 @@ OTHERS: tuple[Planter, ...] = (
     faults.wiring,
     faults.whose_write_it_was,
     faults.captured_copies,
-    faults.copies_for_the_next_replay,
-    faults.copies_of_buffers,
-    faults.protection,
-    faults.without_autocast,
-    faults.stepping_aside,
-    faults.waiting_for_the_write,
 )
 ALL = [
     *(pytest.param(plant, fails, id=name) for name, plant, fails in NAMED),

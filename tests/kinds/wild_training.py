@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from .parts import Block, Module, Stack, attributes
 from .program import Case, Collection, Loss, case
@@ -490,6 +492,53 @@ def fake_tensors_inside() -> Case:
             x = torch.sin(self.inp(x) * rows)
             for block in self.blocks:
                 x = torch.tanh(block(x) * columns)
+            return x
+
+    return case(Net(_Dropped), torch.randn(4, 8))
+
+
+class _Wrapped(torch.Tensor):
+    """Wraps a plain tensor and turns each op into one on that."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return _Wrapped(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = tree_map(lambda t: t.inner if isinstance(t, _Wrapped) else t, (args, kwargs or {}))
+        out = func(*bare[0], **bare[1])
+        return _Wrapped(out) if isinstance(out, torch.Tensor) else out
+
+
+class _Doubling(TorchDispatchMode):
+    """Changes what ops on wrapped tensors return."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return _Wrapped(out.inner * 2) if _Wrapped in types and isinstance(out, _Wrapped) else out
+
+
+@MODES.add("a mode around the model changes ops on a tensor subclass, and must see them", around=_Doubling)
+def mode_that_sees_subclasses() -> Case:
+    class Net(Stack):
+        def forward(self, x: torch.Tensor) -> Any:
+            x = torch.tanh(self.inp(x))
+            wrapped: Any = torch.sin(_Wrapped(x.detach()))
+            x = torch.sin(x * wrapped.inner)
+            for block in self.blocks:
+                x = block(x)
             return x
 
     return case(Net(_Dropped), torch.randn(4, 8))

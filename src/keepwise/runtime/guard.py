@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
-    is_shadow,
     mutates,
     returns_view,
     skeleton,
@@ -57,7 +56,7 @@ from keepwise.runtime.reuse import result_geometry
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
-from keepwise.runtime.watch import Watch, innermost_hooks, unpack
+from keepwise.runtime.watch import Watch, innermost_hooks, of_subclass, unpack
 
 Tensor = torch.Tensor
 Source = tuple[int, Cell | None, Geometry | None, WindowRun | None]
@@ -123,7 +122,7 @@ class Guard(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_subclass(types):
-            return func(*args, **(kwargs or {})) if is_shadow(types) else NotImplemented  # its plain ops come next
+            return of_subclass(func, types, args, kwargs)
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
             if self.recycler is not None:
                 self.recycler.clear()

@@ -25,7 +25,6 @@ from torch import nn
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
-    is_shadow,
     mutates,
     skeleton,
     storage_key,
@@ -41,7 +40,7 @@ from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import is_opaque, replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
-from keepwise.runtime.watch import Watch
+from keepwise.runtime.watch import Watch, of_subclass
 
 Tensor = torch.Tensor
 _local = threading.local()
@@ -73,7 +72,7 @@ class Region(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and has_subclass(types):
-            return func(*args, **(kwargs or {})) if is_shadow(types) else NotImplemented
+            return of_subclass(func, types, args, kwargs)
         kwargs = kwargs or {}
         seen_args, seen_kwargs = replay_arguments(func, args, kwargs)
         tensors = tensors_in(seen_args, seen_kwargs)

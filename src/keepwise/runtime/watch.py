@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from keepwise.runtime import aside
-from keepwise.runtime.calls import storage_key, tensors_out
+from keepwise.runtime.calls import is_shadow, storage_key, tensors_out
 from keepwise.runtime.geometry import Geometry
 from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias_in_pack
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
@@ -203,6 +203,16 @@ def can_watch() -> bool:
 def foreign_modes() -> frozenset[type]:
     """Dispatch modes around us that are no part of PyTorch's own machinery."""
     return frozenset(type(m) for m in _get_current_dispatch_mode_stack() if not type(m).is_infra_mode())
+
+
+def of_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """What a mode of ours does with a call on tensor subclasses: the plain ops that it consists of come to us next.
+
+    Not so where it belongs to a mode below ours, which `NotImplemented` would leave out: shapes on fake tensors, the user's own modes.
+    """
+    if is_shadow(types) or foreign_modes():
+        return func(*args, **(kwargs or {}))
+    return NotImplemented
 
 
 @unseen

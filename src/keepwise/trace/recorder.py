@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
-from keepwise.runtime.calls import in_shadow, is_shadow, tensors_in, tensors_out
+from keepwise.runtime.calls import in_shadow, tensors_in, tensors_out
 from keepwise.runtime.special import replay_arguments
+from keepwise.runtime.watch import of_subclass
 from keepwise.trace.admission import Admission, Effects, schema_effects
 from keepwise.trace.calibration import counts_of, is_dense, unshared_counts
 from keepwise.trace.drafts import OpDraft, current_node
@@ -72,10 +73,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = time.perf_counter()
         kwargs = kwargs or {}
-        if in_shadow() or (types and is_shadow(types)):
+        if in_shadow():
             return func(*args, **kwargs)
         if types and not _PLAIN_TYPES.issuperset(types) and any(_desugars(t) for t in types):
-            return NotImplemented  # the plain ops that it consists of come next
+            return of_subclass(func, types, args, kwargs)
         if _functorch_stack() is not None:
             self.functorch_paths[self.paths.path] = None
             return func(*args, **kwargs)

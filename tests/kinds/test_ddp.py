@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +29,7 @@ from .harness import options, seed_all
 from .parts import Stack
 from .program import mean_square
 
+fit_module: Any = importlib.import_module("keepwise.session.fit")
 SCENARIOS = ("before", "after", "no_sync", "unused", "buckets", "static")
 
 
@@ -106,28 +110,72 @@ def _work(rank: int, path: str, how: str, results: Any) -> None:
 
 
 def _two_processes(how: str) -> dict[str, list[str]]:
+    gathered = _in_two_processes(_work, how)
+    return {s: [f"rank {rank}: {text}" for rank in (0, 1) for text in gathered[rank][s]] for s in SCENARIOS}
+
+
+def _in_two_processes(work: Any, *args: Any) -> dict[int, Any]:
+    """What `work(rank, path, *args, results)` puts, by rank."""
     context = multiprocessing.get_context("spawn")
     handle, path = tempfile.mkstemp()
     os.close(handle)
     os.unlink(path)
     results = context.Queue()
-    workers = [context.Process(target=_work, args=(rank, path, how, results)) for rank in range(2)]
+    workers = [context.Process(target=work, args=(rank, path, *args, results)) for rank in range(2)]
     for worker in workers:
         worker.start()
     try:
-        gathered = dict(results.get(timeout=120) for _ in workers)
+        return dict(results.get(timeout=120) for _ in workers)
     finally:
         for worker in workers:
             worker.join(timeout=10)
             if worker.is_alive():
                 worker.terminate()
-    return {s: [f"rank {rank}: {text}" for rank in (0, 1) for text in gathered[rank][s]] for s in SCENARIOS}
 
 
 @pytest.mark.parametrize("how", ["everything", pytest.param("min", marks=pytest.mark.slow)])
 def test_two_processes(how: str) -> None:
     found = _two_processes(how)
     assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+def _other_prices(rank: int, path: str, results: Any) -> None:
+    """Each rank times its ops and counts its memory in another way."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    inner = fit_module.trace_steps
+
+    def priced(*args: Any, **kwargs: Any) -> Any:
+        traced = inner(*args, **kwargs)
+        step = traced.recording.step
+        ops = [replace(op, seconds=(1 + (op.index * 7 + 5 * rank) % 11) * 1e-4) for op in step.ops]
+        return dataclasses.replace(
+            traced, recording=dataclasses.replace(traced.recording, step=replace(step, ops=tuple(ops)))
+        )
+
+    fit_module.trace_steps = priced
+    try:
+        seed_all(1)
+        model = DistributedDataParallel(Stack())
+        x = torch.randn(256, 8)
+        plan = keepwise.fit(model, (x,), loss=mean_square, budget=("0.9x", "0.8x")[rank])
+        prices = [op.seconds for op in plan.step.ops]
+        results.put((rank, (prices, plan.budget_bytes, plan.schedule.to_json(), plan.plain_peak_bytes)))
+        dist.barrier()
+    except Exception:
+        results.put((rank, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def test_the_first_ranks_prices_and_the_least_budget_count() -> None:
+    found = _in_two_processes(_other_prices)
+    assert all(isinstance(f, tuple) for f in found.values()), found
+    assert found[0] == found[1]
+    prices, budget, _, plain = found[0]
+    assert prices[0] == pytest.approx(1e-4)
+    assert prices[1] == pytest.approx(8e-4)
+    assert budget == pytest.approx(0.8 * plain, rel=0.01)
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -47,6 +47,7 @@ from keepwise.session.pages import saved_seconds
 from keepwise.session.pins import apply_pins, check_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_step
+from keepwise.session.ranks import Ranks
 from keepwise.session.sizes import Key, key_of, shapes_in_words, structure
 from keepwise.session.status import Status
 from keepwise.session.step_facts import notes_of, only_inside_forward
@@ -219,20 +220,24 @@ def fit(
         expected, generators = traced_observation(traced), generators_of(traced)
         repeats: bool | None = None
         difference = ""
-        plain_fits = plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device)
+        ranks = Ranks(model)
+        plain_fits = ranks.agree(plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device))
         if verify and plain_fits:
             say("timing a plain step")
             seconds, again = run_plain(model, run, batch, generators, made_optimizer)
             steppers.restore()
-            difference = expected.difference(again)
+            difference = next(filter(None, ranks.gathered(expected.difference(again))), "")
             recorded = msgspec.structs.replace(recorded, seconds=seconds)
             if difference:  # what was recorded may be the odd one: a first step, or one that an operator makes otherwise when watched
                 expected = again
-                difference = again.difference(run_plain(model, run, batch, generators, made_optimizer)[1])
+                found = again.difference(run_plain(model, run, batch, generators, made_optimizer)[1])
+                difference = next(filter(None, ranks.gathered(found)), "")
                 steppers.restore()
             repeats = not difference
             if difference:
                 notes.append(not_repeatable(traced, difference))
+        recorded, note = ranks.with_first_prices(recorded)
+        notes.extend([note] if note else [])
         auto, auto_text = auto_budget(device, plain.static_bytes)
         if isinstance(budget, str) and budget.strip().lower() == "auto":
             notes.append(auto_text)
@@ -243,6 +248,7 @@ def fit(
             device_bytes=device_bytes(device),
             auto_bytes=auto,
         )
+        limit = ranks.least(limit)
         want_floor = isinstance(budget, str) and budget.strip().lower() == "min"
         attempt = 0
         packs = True
@@ -283,9 +289,9 @@ def fit(
             say("proving the plan on a real step")
             outcome = prove_plan(plan, model, run, batch, generators, made_optimizer, uses_context=step is not None)
             steppers.restore()
-            bad, proven = outcome.bad_storages, outcome.audited
-            if outcome.observed is not None and not bad:
-                found = expected.difference(outcome.observed)
+            bad, proven = ranks.union(outcome.bad_storages), outcome.audited
+            if ranks.agree(outcome.observed is not None) and outcome.observed is not None and not bad:
+                found = next(filter(None, ranks.gathered(expected.difference(outcome.observed))), "")
                 if found and repeats is None:
                     expected = run_plain(model, run, batch, generators, made_optimizer)[1]
                     steppers.restore()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from keepwise.runtime import reuse
 Tensor = torch.Tensor
 MAX_HANDLES = 64
 Handle = tuple[torch.UntypedStorage, int, int]
-"""(storage, its address, its bytes)"""
+"""(storage, its address, its bytes). Whoever keeps a handle besides the recycler keeps the memory from being used again."""
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -27,8 +28,8 @@ class Recycler:
 
     __slots__ = ("handles", "nbytes")
 
-    def __init__(self, handles: list[Handle] | None = None) -> None:
-        self.handles: dict[int, Handle] = {handle[1]: handle for handle in handles or ()}
+    def __init__(self, handles: Iterable[Handle] = ()) -> None:
+        self.handles: dict[int, Handle] = {handle[1]: handle for handle in handles}
         """Address of the storage -> handle, oldest first. One a storage: some ops return their argument's without saying so."""
         self.nbytes = sum(n for _, _, n in self.handles.values())
         """Of all handles."""

@@ -297,9 +297,8 @@ class WindowRun:
 
     def _run_all(self, calls: list[Call], again: bool, task: int) -> None:
         env: dict[int, Tensor] = {}
-        lent = self.loans.take(self.window, task) if self.loans is not None else None
         lends = self.loans is not None and not again
-        recycler = Recycler(lent)
+        recycler = Recycler(self.loans.take(self.window, task) if self.loans is not None else ())
         cells = self.cells
         with clean(), self.ambient.active(), torch.set_grad_enabled(True):
             set_frees(calls, {c.geometry.root for c in list(cells.values()) if c.geometry is not None})

@@ -9,12 +9,10 @@ import os
 
 from hypothesis import settings
 
-import keepwise.runtime.reuse
-import keepwise.simulate.spare
+from keepwise.ir import spare
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("search", derandomize=False, database=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-keepwise.runtime.reuse.MIN_BYTES = 1
-keepwise.simulate.spare.MIN_BYTES = 1
+spare.MIN_BYTES = 1

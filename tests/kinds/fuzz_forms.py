@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .parts import in_thread
 from .program import Loss, Step
 
 
@@ -92,19 +92,7 @@ def _chained(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.T
 
 def _in_a_thread(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     loss = loss_fn(model(*args, **kwargs))
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            loss.backward()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    in_thread(loss.backward)
     return loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -80,3 +81,22 @@ def block_attributes(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
         return {name: [getattr(block, name) for block in model.blocks] for name in names}
 
     return observe
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises in a thread of its own."""
+    out: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            out.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return out[0]

@@ -78,7 +78,7 @@ def _without_detach(patch: pytest.MonkeyPatch) -> None:
 def _without_clean_surroundings(patch: pytest.MonkeyPatch) -> None:
     """Replays run under whatever mode backward runs under. (What writes into given memory knows no autocast.)"""
     faults.clean_surroundings(patch)
-    patch.setattr("keepwise.runtime.reuse.MIN_BYTES", 1 << 30)
+    patch.setattr("keepwise.ir.spare.MIN_BYTES", 1 << 30)
 
 
 NAMED: list[tuple[str, Planter, Callable[[Spec], bool]]] = [

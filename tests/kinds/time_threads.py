@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .parts import Block, Counted, Stack, attributes
+from .parts import Block, Counted, Stack, attributes, in_thread
 from .program import Case, Collection, Loss, case
 
 PROGRAMS = Collection("time_threads")
@@ -103,27 +103,9 @@ def backward_one_step_later() -> Case:
     return case(model, torch.randn(4, 8))
 
 
-def _in_thread(work: Any) -> Any:
-    out: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            out.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return out[0]
-
-
 def _backward_elsewhere(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     loss = loss_fn(model(*args, **kwargs))
-    _in_thread(loss.backward)
+    in_thread(loss.backward)
     return loss
 
 
@@ -133,7 +115,7 @@ def backward_in_another_thread() -> Case:
 
 
 def _forward_elsewhere(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
-    loss = _in_thread(lambda: loss_fn(model(*args, **kwargs)))
+    loss = in_thread(lambda: loss_fn(model(*args, **kwargs)))
     loss.backward()
     return loss
 

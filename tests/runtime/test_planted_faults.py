@@ -57,9 +57,8 @@ def wiring(patch: Patch) -> None:
     """Whatever an op gets, it is what the recording says."""
     capture = guard.Guard._capture
 
-    def believe(self: Any, run: Any, use: Any, entry: Any, func: Any, *rest: Any) -> Any:
-        args, kwargs, tensors, _, random = rest
-        return capture(self, run, use, entry, func, args, kwargs, tensors, list(entry.ins), random)
+    def believe(self: Any, run: Any, use: Any, entry: Any, seen: Any) -> Any:
+        return capture(self, run, use, entry, seen._replace(views=list(entry.ins)))
 
     patch.setattr(guard.Guard, "_capture", believe)
 
@@ -68,10 +67,10 @@ def this_steps_literals(patch: Patch) -> None:
     """Numbers are those of the first step."""
     capture, first = guard.Guard._capture, {}
 
-    def stale(self: Any, run: Any, use: Any, entry: Any, func: Any, args: Any, *rest: Any) -> Any:
-        known = first.setdefault((id(self.program), entry.index), args)
-        args = tuple(old if isinstance(old, int | float) else new for old, new in zip(known, args, strict=True))
-        return capture(self, run, use, entry, func, args, *rest)
+    def stale(self: Any, run: Any, use: Any, entry: Any, seen: Any) -> Any:
+        known = first.setdefault((id(self.program), entry.index), seen.args)
+        args = tuple(old if isinstance(old, int | float) else new for old, new in zip(known, seen.args, strict=True))
+        return capture(self, run, use, entry, seen._replace(args=args))
 
     patch.setattr(guard.Guard, "_capture", stale)
 

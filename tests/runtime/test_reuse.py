@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepwise
-import keepwise.runtime.reuse
+from keepwise.ir import spare
 from keepwise.measure import allocator_peak
 from keepwise.runtime.calls import resolve
 from keepwise.runtime.recycler import Recycler
@@ -259,7 +259,7 @@ def test_a_step_is_recycled_as_predicted_and_stays_below_its_peak(
 
     whole()
     recycled = allocator_peak(whole)
-    monkeypatch.setattr(keepwise.runtime.reuse, "MIN_BYTES", 1 << 30)
+    monkeypatch.setattr(spare, "MIN_BYTES", 1 << 30)
     assert recycled <= allocator_peak(whole)
     assert not plan.stats.recycled_bytes
 

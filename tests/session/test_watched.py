@@ -95,6 +95,20 @@ def test_a_first_step_that_is_unlike_all_others_says_nothing_of_the_plan() -> No
     plan.remove()
 
 
+def assert_planned_and_equal(inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Something is dropped, the proof holds, and a step is the plain one."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    plain = step(Model(inside), x)
+    model = Model(inside)
+    np.random.seed(0)
+    plan = keepwise.fit(model, (x,), loss=loss, **EVERYTHING)
+    assert equal(plain, step(model, x))
+    assert plan.proof is not None
+    assert plan.proof.identical
+    assert plan.dropped_bytes > 0
+    plan.remove()
+
+
 def test_a_replay_whose_shape_hangs_on_what_numpy_wrote() -> None:
     def chosen(h: torch.Tensor) -> torch.Tensor:
         noise = torch.zeros(h.shape)
@@ -103,16 +117,7 @@ def test_a_replay_whose_shape_hangs_on_what_numpy_wrote() -> None:
         keep = h.detach().sum(1) > 0
         return h[keep] * h[keep].cos()
 
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    plain = step(Model(chosen), x)
-    model = Model(chosen)
-    np.random.seed(0)
-    plan = keepwise.fit(model, (x,), loss=loss, **EVERYTHING)
-    assert equal(plain, step(model, x))
-    assert plan.proof is not None
-    assert plan.proof.identical
-    assert plan.dropped_bytes > 0
-    plan.remove()
+    assert_planned_and_equal(chosen)
 
 
 class Ranked(torch.autograd.Function):
@@ -136,16 +141,7 @@ def test_a_version_that_moves_without_an_operator() -> None:
     def ranked(h: torch.Tensor) -> torch.Tensor:
         return Ranked.apply(h, torch.from_numpy(np.random.rand(*h.shape).astype("f")))[0]  # type: ignore[index]
 
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    plain = step(Model(ranked), x)
-    model = Model(ranked)
-    np.random.seed(0)
-    plan = keepwise.fit(model, (x,), loss=loss, **EVERYTHING)
-    assert equal(plain, step(model, x))
-    assert plan.proof is not None
-    assert plan.proof.identical
-    assert plan.dropped_bytes > 0
-    plan.remove()
+    assert_planned_and_equal(ranked)
 
 
 @pytest.mark.parametrize("hidden", [False, True])

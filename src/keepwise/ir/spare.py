@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MIN_BYTES = 1 << 16
+"""Smaller memory is not worth holding."""
+MAX_HANDLES = 64
+"""So many storages are remembered at most, dead and alive."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spare:

@@ -25,7 +25,7 @@ Notes:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree
@@ -64,6 +64,20 @@ Source = tuple[int, Cell | None, Geometry | None, WindowRun | None]
 _DETACH = torch.ops.aten.detach.default
 _graph_task = torch._C._current_graph_task_id
 _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
+
+class Seen(NamedTuple):
+    """A running call, as replays are to repeat it."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    tensors: list[Tensor]
+    """Its tensor arguments in flattened order."""
+    views: list[int]
+    """Their view ids."""
+    random: RandomState | None
+    """What it draws from."""
 
 
 class Guard(Watch):
@@ -253,7 +267,7 @@ class Guard(Watch):
                 if entry.random:
                     generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
                     random = RandomState(generator, own=own) if generator is not None else None
-                captured = self._capture_for_all(entry, func, seen_args, seen_kwargs, tensors, views, random)
+                captured = self._capture_for_all(entry, Seen(func, seen_args, seen_kwargs, tensors, views, random))
             else:
                 self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
         try:
@@ -275,21 +289,12 @@ class Guard(Watch):
                     self._finish(save)
         return result
 
-    def _capture_for_all(
-        self,
-        entry: OpEntry,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        tensors: list[Tensor],
-        views: list[int],
-        random: RandomState | None,
-    ) -> list[tuple[WindowRun, Call]]:
+    def _capture_for_all(self, entry: OpEntry, seen: Seen) -> list[tuple[WindowRun, Call]]:
         """The call as each window that replays it will, where that is possible."""
         captured: list[tuple[WindowRun, Call]] = []
         for use in entry.uses:
             run = self._run(use.window)
-            call = self._capture(run, use, entry, func, args, kwargs, tensors, views, random)
+            call = self._capture(run, use, entry, seen)
             if call is not None:
                 captured.append((run, call))
             else:
@@ -310,14 +315,8 @@ class Guard(Watch):
             run = self._run(use.window)
             if run.is_open:
                 arguments = [*bits, numel, t.shape, t.stride(), t.dtype]
-                found.append(
-                    (
-                        run,
-                        Call(
-                            func=expand, args=arguments, outs=entry.outs, where=entry.where, spare_bytes=use.spare_bytes
-                        ),
-                    )
-                )
+                call = Call(expand, arguments, entry.outs, entry.where, spare_bytes=use.spare_bytes)
+                found.append((run, call))
         return found
 
     def _cell(self, run: WindowRun | None, view: int, t: Tensor) -> Cell | None:
@@ -330,30 +329,19 @@ class Guard(Watch):
         geometry = self.geometry(t, root) if root in run.made else None
         return run.cell(view, geometry) if geometry is not None else None
 
-    def _capture(
-        self,
-        run: WindowRun,
-        use: Use,
-        entry: OpEntry,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        tensors: list[Tensor],
-        views: list[int],
-        random: RandomState | None,
-    ) -> Call | None:
+    def _capture(self, run: WindowRun, use: Use, entry: OpEntry, seen: Seen) -> Call | None:
         """The call as one window will replay it; None where that is not possible."""
         if run.calls is None:
             return None
-        sources = self._as_recorded(run, use, entry, tensors, views)
+        sources = self._as_recorded(run, use, entry, seen.tensors, seen.views)
         if sources is None and not entry.mutates:
-            sources = self._as_given(run, use, func, tensors, views)
+            sources = self._as_given(run, use, seen.func, seen.tensors, seen.views)
         if sources is None:
             return None
         put: list[Any] = []
         held: list[int] = []
         filled: dict[int, tuple[int, Cell | None, Geometry | None]] = {}
-        for i, (t, source) in enumerate(zip(tensors, sources, strict=True)):
+        for i, (t, source) in enumerate(zip(seen.tensors, sources, strict=True)):
             if source is LEAF:
                 put.append(alias(t))
                 held.append(i)
@@ -364,11 +352,11 @@ class Guard(Watch):
                 filled[i] = source[:3]
                 if source[3] is not None and source[1] is not None:
                     run.outer.append((source[3], source[1]))
-        new_args, new_kwargs, places = skeleton(args, kwargs, put)
+        new_args, new_kwargs, places = skeleton(seen.args, seen.kwargs, put)
         order = list(filled)
         writes = [filled[i] for i in entry.written if i in filled]
         return Call(
-            func=func,
+            func=seen.func,
             args=new_args,
             kwargs=new_kwargs,
             places=[places[i] for i in order],
@@ -379,7 +367,7 @@ class Guard(Watch):
             holds=[(put[i], version_of(put[i])) for i in held],
             hold_places=[places[i] for i in held],
             outs=entry.outs,
-            random=random,
+            random=seen.random,
             where=entry.where,
             spare_bytes=use.spare_bytes,
         )

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from keepwise.runtime import reuse
+from keepwise.ir import spare
+from keepwise.runtime.reuse import use_count
 
 Tensor = torch.Tensor
-MAX_HANDLES = 64
 Handle = tuple[torch.UntypedStorage, int, int]
 """(storage, its address, its bytes). Whoever keeps a handle besides the recycler keeps the memory from being used again."""
-_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Recycler:
@@ -52,7 +51,7 @@ class Recycler:
         handle = handle_of(t)
         if handle is None or handle[1] in self.handles:
             return
-        if len(self.handles) == MAX_HANDLES:
+        if len(self.handles) == spare.MAX_HANDLES:
             self._drop(next(iter(self.handles)))
         self.handles[handle[1]] = handle
         self.nbytes += handle[2]
@@ -63,7 +62,7 @@ class Recycler:
     def take(self, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor | None:
         """A tensor over dead memory of exactly that size; None where there is none."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < reuse.MIN_BYTES:
+        if nbytes < spare.MIN_BYTES:
             return None
         for handle in reversed(self.handles.values()):  # the latest is the likeliest to be in the caches
             if handle[2] == nbytes and _is_dead(handle):
@@ -91,13 +90,13 @@ def handle_of(t: Tensor) -> Handle | None:
         return None
     storage = t.untyped_storage()
     nbytes = storage.nbytes()
-    return (storage, storage._cdata, nbytes) if nbytes >= reuse.MIN_BYTES else None
+    return (storage, storage._cdata, nbytes) if nbytes >= spare.MIN_BYTES else None
 
 
 def _is_dead(handle: Handle) -> bool:
     """Whether nobody else holds the storage, in C++ or in Python, nor another process, and it is as large as it was."""
     return (
-        _use_count(handle[1]) == 1
+        use_count(handle[1]) == 1
         and sys.getrefcount(handle[0]) == 2
         and handle[0].nbytes() == handle[2]
         and not handle[0].is_shared()

@@ -14,10 +14,10 @@ Notes:
 6. A dropped tensor that is written in place before backward reads it is an error in plain autograd. The save keeps the version
    counter alive, without the storage, and compares.
 7. A replay that fails fills nothing.
-9. Results are written into dead memory where there is some (see `reuse`): of this replay, or of what an earlier window of this pass
-   retained, if the plan lends it. Where the graph is retained nothing is lent.
 8. Some kernels make more where gradients are recorded (the workspace of a recurrent layer). A replay records none, but runs each
    op with that flag as it was.
+9. Results are written into dead memory where there is some (see `reuse`): of this replay, or of what an earlier window of this pass
+   retained, if the plan lends it. Where the graph is retained nothing is lent.
 """
 
 from __future__ import annotations
@@ -433,9 +433,8 @@ class DroppedSave:
         """
         if self.pending is not None:
             return self.pending.unpack()
-        if (
-            self.run.stats.collecting and not self.version.is_current()
-        ):  # the user's hooks around let plain autograd read it
+        # The user's hooks around let plain autograd read it.
+        if self.run.stats.collecting and not self.version.is_current():
             self.run.stats.moved([self.cell.view])
         self.version.check()
         return self.run.fetch(self.cell)

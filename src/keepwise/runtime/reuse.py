@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from keepwise.ir import spare
+
 Tensor = torch.Tensor
 
 POINTWISE = frozenset(
@@ -79,17 +81,15 @@ MATRIX = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 """Products of the last two tensors among their arguments, with a dense result."""
 ALIKE = frozenset(("_softmax", "_log_softmax"))
 """Op packets whose result looks like their first argument."""
-MIN_BYTES = 1 << 16
-"""Smaller memory is not worth looking for."""
 
-_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @functools.cache
 def out_form(func: Any) -> Any:
     """The overload that is `func` with an `out=` argument, if it is on the lists; else None."""
     name = func._schema.name.removeprefix("aten::")
-    if _use_count is None or name not in POINTWISE | MATRIX | ALIKE or func._schema.is_mutable:
+    if use_count is None or name not in POINTWISE | MATRIX | ALIKE or func._schema.is_mutable:
         return None
     plain = [(a.name, str(a.type)) for a in func._schema.arguments]
     packet = func.overloadpacket
@@ -116,12 +116,11 @@ def is_pointwise(func: Any) -> bool:
 class Form:
     """How to make a result again in given memory."""
 
-    __slots__ = ("dtype", "func", "nbytes", "pointwise", "shape", "stride")
+    __slots__ = ("dtype", "func", "pointwise", "shape", "stride")
 
     def __init__(self, func: Any, t: Tensor, pointwise: bool) -> None:
         self.func, self.pointwise = func, pointwise
         self.shape, self.stride, self.dtype = t.shape, t.stride(), t.dtype
-        self.nbytes = t.nbytes
 
     def fits(self, t: Tensor) -> bool:
         """Whether a tensor's memory can be the result's, and no other tensor sees it."""
@@ -130,7 +129,7 @@ class Form:
             and t.shape == self.shape
             and t.stride() == self.stride
             and _owns_whole_storage(t)
-            and _use_count(t.untyped_storage()._cdata) == 2  # the tensor, and handles
+            and use_count(t.untyped_storage()._cdata) == 2  # the tensor, and handles
         )
 
 
@@ -139,7 +138,12 @@ def form_of(func: Any, result: Any) -> Form | None:
     if not isinstance(func, torch._ops.OpOverload):
         return None
     found = out_form(func)
-    if found is None or not isinstance(result, Tensor) or result.nbytes < MIN_BYTES or not _owns_whole_storage(result):
+    if (
+        found is None
+        or not isinstance(result, Tensor)
+        or result.nbytes < spare.MIN_BYTES
+        or not _owns_whole_storage(result)
+    ):
         return None
     return Form(found, result, is_pointwise(func))
 

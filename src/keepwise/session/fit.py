@@ -226,12 +226,12 @@ def fit(
             say("timing a plain step")
             seconds, again = run_plain(model, run, batch, generators, made_optimizer)
             steppers.restore()
-            difference = next(filter(None, ranks.gathered(expected.difference(again))), "")
+            difference = ranks.first_text(expected.difference(again))
             recorded = msgspec.structs.replace(recorded, seconds=seconds)
             if difference:  # what was recorded may be the odd one: a first step, or one that an operator makes otherwise when watched
                 expected = again
-                found = again.difference(run_plain(model, run, batch, generators, made_optimizer)[1])
-                difference = next(filter(None, ranks.gathered(found)), "")
+                third = run_plain(model, run, batch, generators, made_optimizer)[1]
+                difference = ranks.first_text(again.difference(third))
                 steppers.restore()
             repeats = not difference
             if difference:
@@ -291,7 +291,7 @@ def fit(
             steppers.restore()
             bad, proven = ranks.union(outcome.bad_storages), outcome.audited
             if ranks.agree(outcome.observed is not None) and outcome.observed is not None and not bad:
-                found = next(filter(None, ranks.gathered(expected.difference(outcome.observed))), "")
+                found = ranks.first_text(expected.difference(outcome.observed))
                 if found and repeats is None:
                     expected = run_plain(model, run, batch, generators, made_optimizer)[1]
                     steppers.restore()

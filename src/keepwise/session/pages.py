@@ -15,9 +15,9 @@ import time
 
 import torch
 
-from keepwise.ir import Step
+from keepwise.ir import Step, spare
 from keepwise.runtime.calls import resolve
-from keepwise.runtime.reuse import MIN_BYTES, out_form
+from keepwise.runtime.reuse import out_form
 from keepwise.simulate import Timeline, recycled_bytes, spare_of
 
 ROUNDS = 7
@@ -39,13 +39,13 @@ def _writes_into(target: str) -> bool:
 
 def _typical_bytes(step: Step) -> int:
     """Size of the storage in which the middle byte of all that autograd saves lies."""
-    sizes = sorted(n for s in step.saved_storages if (n := step.storages[s].nbytes) >= MIN_BYTES)
+    sizes = sorted(n for s in step.saved_storages if (n := step.storages[s].nbytes) >= spare.MIN_BYTES)
     half, total = sum(sizes) / 2, 0
     for n in sizes:
         total += n
         if total >= half:
             return n
-    return MIN_BYTES
+    return spare.MIN_BYTES
 
 
 def first_touch_seconds(nbytes: int) -> float:

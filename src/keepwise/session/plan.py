@@ -38,14 +38,17 @@ class Plan:
         self.document = document
         self.proof = proof
         """What `fit` proved on a real step; None where it was asked not to, or where the plan comes from a file."""
-        self._timeline: Timeline | None = None
+        self.timeline: Timeline = simulate(document.step, document.schedule)
+        """The simulated step under the schedule."""
         self._decisions: tuple[Decision, ...] | None = None
         self._contexts = threading.local()
-        own = _branch(document)
+        own = _branch(document, self.timeline)
         self.runner = Runner(own.program, restarts=document.restarts, budget_bytes=document.budget_bytes)
         self.runner.chooser = own.ladder
         if document.variants:
-            self.runner.chooser = Switch(own, {structure(v.batch_key): _branch(v) for v in document.variants})
+            self.runner.chooser = Switch(
+                own, {structure(v.batch_key): _branch(v, simulate(v.step, v.schedule)) for v in document.variants}
+            )
 
     def __reduce__(self) -> Any:
         """A copy, by pickle or `copy`, is the decision alone: it is applied to nothing and has no statistics."""
@@ -67,13 +70,6 @@ class Plan:
     def schedule(self) -> Schedule:
         """What is done differently from it."""
         return self.document.schedule
-
-    @property
-    def timeline(self) -> Timeline:
-        """The simulated step under the schedule."""
-        if self._timeline is None:
-            self._timeline = simulate(self.step, self.schedule)
-        return self._timeline
 
     @property
     def budget_bytes(self) -> int | None:
@@ -366,11 +362,10 @@ class Plan:
         return sum(op.phase == Phase.FORWARD for op in self.step.ops)
 
 
-def _branch(document: PlanDocument) -> Branch:
+def _branch(document: PlanDocument, timeline: Timeline) -> Branch:
     """The programs of one recorded structure."""
-    spare = spare_of(simulate(document.step, document.schedule))
     proven = None if document.proven is None else set(document.proven)
-    program = compile_program(document.step, document.schedule, spare, proven)
+    program = compile_program(document.step, document.schedule, spare_of(timeline), proven)
     if not document.scales or document.budget_bytes is None:
         return Branch(program=program, ladder=None)
     ladder = Ladder(

@@ -51,6 +51,10 @@ class Ranks:
         """What anybody names."""
         return frozenset().union(*self.gathered(storages))
 
+    def first_text(self, text: str) -> str:
+        """The text of the first rank that has one; empty if none has."""
+        return next(filter(None, self.gathered(text)), "")
+
     def with_first_prices(self, step: Step) -> tuple[Step, str]:
         """The step with the seconds of the first rank.
 

@@ -13,11 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from keepwise.ir import Phase, Spare
+from keepwise.ir import Phase, Spare, spare
 from keepwise.simulate.timeline import LiveKind, ReplayTrace, Timeline
-
-MIN_BYTES = 1 << 16
-"""Smaller memory is not worth holding."""
 
 
 def spare_of(timeline: Timeline) -> Spare:
@@ -74,7 +71,7 @@ def _most_at_once(replay: ReplayTrace) -> Counter[int]:
     """Size -> the most storages of that size that live together in a replay."""
     changes: dict[int, list[tuple[int, int]]] = {}
     for _, n, born, last in replay.buffers:
-        if n >= MIN_BYTES:
+        if n >= spare.MIN_BYTES:
             changes.setdefault(n, []).extend(((born, 1), (last + 1, -1)))
     most: Counter[int] = Counter()
     for n, steps in changes.items():
@@ -85,12 +82,12 @@ def _most_at_once(replay: ReplayTrace) -> Counter[int]:
     return most
 
 
-def recycled_bytes(timeline: Timeline, spare: Spare, writes_into: Callable[[str], bool]) -> int:
+def recycled_bytes(timeline: Timeline, left: Spare, writes_into: Callable[[str], bool]) -> int:
     """Bytes of forward's results that are written into dead memory instead of new one.
 
     Args:
         timeline: the simulated step.
-        spare: what it leaves free.
+        left: what it leaves free.
         writes_into: whether an op of that target can write into given memory.
     """
     bytes_of = timeline.index.charge
@@ -99,10 +96,10 @@ def recycled_bytes(timeline: Timeline, spare: Spare, writes_into: Callable[[str]
     for op in timeline.step.ops:
         if op.phase is not Phase.FORWARD:
             continue
-        fresh = [s for s in timeline.index.fresh[op.index] if bytes_of[s] >= MIN_BYTES]
+        fresh = [s for s in timeline.index.fresh[op.index] if bytes_of[s] >= spare.MIN_BYTES]
         if len(fresh) == 1 and writes_into(op.target) and shelf.take(bytes_of[fresh[0]], op.index):
             total += bytes_of[fresh[0]]
-        shelf.trim(spare.moments[op.index], op.index)
+        shelf.trim(left.moments[op.index], op.index)
         for s in fresh:
             shelf.put(bytes_of[s], int(timeline.ends[s]))
     return total
@@ -125,11 +122,11 @@ class _Shelf:
                 return True
         return False
 
-    def trim(self, spare: int, now: int) -> None:
-        excess = sum(n for n, last in self.handles if last < now) - spare
+    def trim(self, most: int, now: int) -> None:
+        excess = sum(n for n, last in self.handles if last < now) - most
         for i in [i for i, (_, last) in enumerate(self.handles) if last < now]:
             if excess <= 0:
                 break
             excess -= self.handles[i][0]
             self.handles[i] = (0, -1)
-        self.handles = [h for h in self.handles if h[0]][-64:]
+        self.handles = [h for h in self.handles if h[0]][-spare.MAX_HANDLES :]

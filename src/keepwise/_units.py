@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+from keepwise._errors import UsageError
+
+_BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)"
+"""A positive number as people write it, as a regular expression."""
+
 
 def show_bytes(n: float, *, unit: str | None = None) -> str:
     """Bytes for people: `19.6 GiB`, `312 MiB`, `9.5 KiB`."""
@@ -21,3 +30,24 @@ def show_number(value: float) -> str:
     if value == int(value) and abs(value) < 10:
         return f"{value:.0f}"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
+
+
+def parse_bytes(text: str | float) -> int:
+    """Number of bytes in "80GiB", "512 MiB", "1.5e9", "24 GB"; "GiB" is 2**30, "GB" is 10**9.
+
+    Raises:
+        UsageError: when `text` is no size, or not positive.
+    """
+    if isinstance(text, (int, float)):
+        value = float(text)
+    else:
+        match = re.fullmatch(
+            NUMBER + r"\s*([kmgt]?)(i?)b?", text.strip().replace("_", "").replace(",", ""), re.IGNORECASE
+        )
+        if match is None:
+            raise UsageError(f"{text!r} is no size in bytes; write for example 80GiB, 512MiB or 1.5e9")
+        scale = (_BINARY if match[3] else _DECIMAL)[match[2].lower()]
+        value = float(match[1]) * scale
+    if value <= 0:
+        raise UsageError(f"a size must be above 0 bytes, not {text!r}")
+    return round(value)

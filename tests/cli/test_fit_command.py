@@ -211,3 +211,20 @@ def test_switched_off_by_the_environment(keepwise, target):
     result = keepwise("fit", target("make"), "--budget", "0.7x", KEEPWISE="0")
     assert result.exit_code == 0, result.stderr
     assert "KEEPWISE=0" in result.stdout
+
+
+def test_a_plan_file_is_planned_again_without_its_model(keepwise, plan_file, tmp_path):
+    again = tmp_path / "again.json"
+    result = keepwise("fit", plan_file, "--budget", "min", "--on", "h100", "--save", again)
+    assert result.exit_code == 0, result.stderr
+    assert "H100" in result.stdout
+    assert "Plan.load" in result.stdout
+    found = keepwise.json("fit", again, "--budget", "max")
+    assert found["status"] == "FITS_UNCHANGED"
+    assert found["peak_bytes"] == found["plain_peak_bytes"]
+    assert "smallest peak" in keepwise.fails("fit", plan_file, "--budget", "1KiB", code=1)
+
+
+def test_another_machine_needs_a_plan_file(keepwise, target, tmp_path):
+    assert "plan file as TARGET" in keepwise.fails("fit", target("make"), "--on", "h100", code=2)
+    assert "cannot be read" in keepwise.fails("fit", tmp_path / "none.json", "--on", "h100", code=2)

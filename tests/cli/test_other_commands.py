@@ -130,3 +130,16 @@ def test_env(keepwise):
     result = keepwise("env")
     assert result.exit_code == 0
     assert f"torch uses {torch.get_num_threads()} threads" in result.stdout
+
+
+def test_env_writes_a_profile_that_fit_plans_with(keepwise, plan_file, tmp_path):
+    profile = tmp_path / "device.json"
+    result = keepwise("env", "--profile", profile)
+    assert result.exit_code == 0, result.stderr
+    assert "GFLOP/s" in result.stdout
+    assert json.loads(profile.read_bytes())["kind"] == "keepwise.device"
+    found = keepwise.json("fit", plan_file, "--budget", "min", "--on", profile)
+    assert found["peak_bytes"] < found["plain_peak_bytes"]
+    assert found["proof"] is None
+    assert found["measured"] is None
+    assert "exists" in keepwise.fails("env", "--profile", profile, code=2)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
+from keepwise.cost import DEVICES, device_of
 from keepwise.estimator.api import architecture_of, make_setup
 from keepwise.estimator.compute import Estimator
-from keepwise.estimator.devices import DEVICES, device_of
 from keepwise.estimator.search import cheapest, largest, largest_batch, longest_sequence, policies
 
 LLAMA = {

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import keepwise.measure
 from keepwise._errors import UsageError
-from keepwise.measure import PeakTracker, ResidentRise, allocator_peak, measure
+from keepwise.measure import PeakTracker, ResidentRise, allocator_peak, measure, measure_device
 from keepwise.measure.static import holdings
 
 MIB = 1 << 20
@@ -227,3 +228,13 @@ def test_the_mark_of_a_cuda_device():
         torch.empty(MIB, dtype=torch.uint8, device="cuda")
     assert peak.bytes is not None
     assert peak.bytes >= before + MIB
+
+
+def test_the_device_of_this_machine() -> None:
+    found = measure_device("cpu")
+    assert found.memory_bytes == psutil.virtual_memory().total
+    # Any processor of the last twenty years, and none of the next twenty.
+    assert 1e8 < found.single_flops < 1e15
+    assert 1e8 < found.memory_bandwidth < 1e14
+    assert 1e-8 < found.launch_seconds < 1e-2
+    assert type(found).from_json(found.to_json()) == found

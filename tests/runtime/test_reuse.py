@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def shelf_with(t: Tensor) -> Recycler:
-    recycler = Recycler()
+    recycler = Recycler({t.nbytes})
     recycler.lend(t)
     return recycler
 
@@ -85,8 +85,17 @@ def test_only_the_very_size() -> None:
     assert room(recycler, (4, 16)) is not None
 
 
+def test_sizes_that_nobody_wants_are_not_remembered_until_somebody_asks() -> None:
+    recycler = Recycler(set())
+    recycler.lend(torch.randn(8, 8))
+    assert not recycler.handles
+    assert room(recycler) is None
+    recycler.lend(torch.randn(8, 8))
+    assert room(recycler) is not None
+
+
 def test_dead_memory_is_let_go_oldest_first() -> None:
-    recycler = Recycler()
+    recycler = Recycler({256, 512, 768})
     alive = torch.randn(8, 8)
     recycler.lend(alive)
     for n in (1, 2, 3):

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from keepwise.cli._common import DONE, Io, reports
+from keepwise.cli._common import DONE, Io, check_writable, reports
 from keepwise.report.words import show_bytes
 
 PACKAGES = (
@@ -38,9 +38,16 @@ VARIABLES = (
 
 
 @click.command("env")
+@click.option(
+    "--profile",
+    metavar="FILE",
+    help="Measure this machine's device, and write its profile for plans made elsewhere (`fit --on`).",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file.")
 @reports
-def command(io: Io) -> int:
+def command(io: Io, profile: str | None, force: bool) -> int:
     """Versions, devices, memory and threads."""
+    check_writable(profile, force=force)
     with io.progress() as say:
         say("loading torch")
         found = environment()
@@ -58,7 +65,28 @@ def command(io: Io) -> int:
     width = max(map(len, rows))
     for name, value in rows.items():
         io.out.print(f"{name:<{width}}  {value}", soft_wrap=True)
+    if profile is not None:
+        _write_profile(io, profile)
     return DONE
+
+
+def _write_profile(io: Io, path: str) -> None:
+    import msgspec
+    import torch
+
+    from keepwise.measure import measure_device
+
+    with io.progress() as say:
+        say("measuring products, copies and the smallest op")
+        found = measure_device("cuda" if torch.cuda.is_available() else "cpu")
+    io.data["profile"] = msgspec.to_builtins(found)
+    io.out.print()
+    io.out.print(
+        f"{found.name}: products {found.single_flops / 1e9:,.0f} GFLOP/s in fp32 and {found.half_flops / 1e9:,.0f} in bf16, "
+        f"copies {found.memory_bandwidth / 1e9:.1f} GB/s, the smallest op {found.launch_seconds * 1e6:.1f} us",
+        soft_wrap=True,
+    )
+    io.write(path, found.to_json())
 
 
 def environment() -> dict[str, Any]:

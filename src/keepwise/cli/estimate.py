@@ -119,10 +119,10 @@ def command(ctx: click.Context, **options: Any) -> None:
 
 def _answer(options: dict[str, Any]) -> bool | None:
     """Write the answer; False where a device or budget was named and the step does not fit it."""
+    from keepwise._units import parse_bytes
+    from keepwise.cost import device_of
     from keepwise.estimator.api import architecture_of, make_setup
     from keepwise.estimator.compute import Estimator
-    from keepwise.estimator.devices import device_of
-    from keepwise.estimator.units import parse_bytes
 
     shapes = {name: options.pop(name) for name in ("layers", "width", "heads", "kv_heads", "inner", "vocab", "family")}
     rule = {name: options.pop(name) for name in ("tokens", "layer_bytes", "input_bytes", "parameters")}

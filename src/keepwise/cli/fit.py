@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,12 +13,16 @@ from keepwise.cli._planning import (
     PLANNER,
     budget_option,
     fit_target,
+    load_plan,
     measure_target,
     prove_target,
     report_target,
 )
 from keepwise.cli._target import DEVICE, GRADS, OPTIMIZER, load_target, make_optimizer
 from keepwise.report.model import Report
+
+if TYPE_CHECKING:
+    from keepwise.session.plan import Plan
 
 
 @click.command("fit")
@@ -49,6 +54,12 @@ from keepwise.report.model import Report
 @click.option("--measure/--no-measure", "measure", default=True, help="Measure the plain and the planned step in turn.")
 @click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Pairs of steps to measure.")
 @DEVICE
+@click.option(
+    "--on",
+    "machine",
+    metavar="MACHINE",
+    help="With a plan file as TARGET: the prices of another machine (h100, a100, ..., or a profile.json that `keepwise env` wrote).",
+)
 @click.option("--force", is_flag=True, help="Overwrite files.")
 @reports
 def command(
@@ -69,12 +80,16 @@ def command(
     measure: bool,
     pairs: int,
     device: str | None,
+    machine: str | None,
     force: bool,
 ) -> int:
     """Make the training step of TARGET fit a memory budget at the least cost in time.
 
     TARGET is file.py:function or package.module:function, or a name that --list prints. The function takes no argument and
     returns (model, args), (model, args, kwargs) or (model, args, kwargs, loss).
+
+    A plan.json that --save wrote is a TARGET, too: its recorded step is planned again for another budget, or for a machine that is not
+    here (--on), without the model.
     """
     if list_only:
         return _list(io)
@@ -84,6 +99,10 @@ def command(
         )
     for path in (save, report, trace):
         check_writable(path, force=force)
+    if target.endswith(".json"):
+        return _again(io, target, budget, machine, planner, on_infeasible, save=save, report=report, trace=trace)
+    if machine is not None:
+        raise UsageError("--on needs a plan file as TARGET: save one with `keepwise fit TARGET --save plan.json` first")
     pin = _pins(pins)
     with io.progress() as say:
         say(f"building {target}")
@@ -113,6 +132,12 @@ def command(
         found = report_target(loaded, plan, proof, measured)
     call = _call(budget, loss=loaded.loss is not None, optimizer=made is not None, grads=grads)
     _show(io, found, target=target, budget=budget, call=call, save=save, report=report)
+    _write(io, plan, found, save=save, report=report, trace=trace)
+    return _answer(found)
+
+
+def _write(io: Io, plan: Plan, found: Report, *, save: str | None, report: str | None, trace: str | None) -> None:
+    """The files that were asked for."""
     if save is not None and io.speaks:
         plan.save(save, force=True)
         io.err.print(f"wrote {save}", style="dim")
@@ -125,6 +150,37 @@ def command(
         from keepwise.simulate import simulate
 
         io.write(trace, render_trace(plan.step, simulate(plan.step), plan.timeline))
+
+
+def _again(
+    io: Io,
+    target: str,
+    budget: str,
+    machine: str | None,
+    planner: str,
+    on_infeasible: str,
+    *,
+    save: str | None,
+    report: str | None,
+    trace: str | None,
+) -> int:
+    """Plan the step in a plan file again."""
+    import msgspec
+
+    from keepwise.report import build_report, print_report
+    from keepwise.simulate import simulate
+
+    with io.progress() as say:
+        say("solving for the fastest step that fits")
+        plan = load_plan(target).replan(budget, device=machine, planner=planner, on_infeasible=on_infeasible)
+        found = build_report(plan, plain=simulate(plan.step), title=plan.document.fingerprint.model)
+    io.data = {"command": "fit", "target": target, **msgspec.to_builtins(found)}
+    print_report(found, io.out)
+    if save is not None:
+        io.out.print()
+        io.out.print("In your code, before the training loop:", style="bold")
+        io.out.print(f"    keepwise.Plan.load({save!r}).apply(model)", soft_wrap=True)
+    _write(io, plan, found, save=save, report=report, trace=trace)
     return _answer(found)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from keepwise._errors import UsageError
+from keepwise._units import parse_bytes
 from keepwise.estimator.answer import Estimate
 from keepwise.estimator.compute import Estimator
 from keepwise.estimator.families import FAMILIES, read
@@ -18,7 +19,7 @@ from keepwise.estimator.rule import FUSED_BYTES, INPUT_BYTES
 from keepwise.estimator.setup import Setup, lora_targets
 from keepwise.estimator.shapes import by_rule
 from keepwise.estimator.spec import Architecture
-from keepwise.estimator.units import parse_bytes, parse_count
+from keepwise.estimator.units import parse_count
 
 _SETUP_FIELDS = set(Setup.__struct_fields__) - {"checkpointing", "budget_bytes"}
 _GPT_LIKE = ("gpt2", "gpt_neox", "opt", "phi", "bert")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from keepwise.cost import DEVICES, device_of
 from keepwise.estimator.answer import Estimate, Fit, Rank, Traffic
 from keepwise.estimator.costs import Rates, rates
-from keepwise.estimator.devices import DEVICES, device_of
 from keepwise.estimator.layout import Layouts, Piece
 from keepwise.estimator.pipeline import bubble, in_flight, stages
 from keepwise.estimator.precision import precision_of

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from keepwise.estimator.devices import Device
+from keepwise.cost import DeviceProfile
 from keepwise.estimator.graph import Collective, Graph, Op
 from keepwise.estimator.precision import Precision
 
-_STREAM = 0.8  # share of the memory bandwidth that elementwise kernels reach
 _WIRE = 0.8  # share of a link's bandwidth that large collectives reach
 
 
@@ -52,12 +51,12 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return total
 
 
-def rates(device: Device, precision: Precision, efficiency: float) -> Rates:
+def rates(device: DeviceProfile, precision: Precision, efficiency: float) -> Rates:
     """Reachable rates."""
     peak = device.single_flops if precision.compute == 4 else device.half_flops
     return Rates(
         flops=peak * efficiency * (1.6 if precision.fp8 else 1.0),
-        stream=device.memory_bandwidth * _STREAM,
+        stream=device.memory_bandwidth * device.stream_share,
         link=device.link_bandwidth * _WIRE,
         network=device.network_bandwidth * _WIRE,
         host=device.host_bandwidth * _WIRE,

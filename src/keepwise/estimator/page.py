@@ -14,9 +14,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from keepwise.cost import device_of
 from keepwise.estimator.answer import Estimate, Rank
 from keepwise.estimator.compute import Estimator
-from keepwise.estimator.devices import device_of
 from keepwise.estimator.layout import Layouts
 from keepwise.estimator.pipeline import stages
 from keepwise.estimator.policy import Policy, segment_length

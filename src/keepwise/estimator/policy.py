@@ -69,7 +69,7 @@ def parse_policy(text: str) -> Policy:
     Raises:
         UsageError: when it is none of the forms.
     """
-    from keepwise.estimator.units import parse_bytes
+    from keepwise._units import parse_bytes
 
     text = text.strip()
     match = re.fullmatch(r"(every|first|nth):(\d+)", text)

@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from keepwise.measure.device import measure_device
 from keepwise.measure.events import AllocatorEvent, allocator_peak, allocator_timeline, op_workspace, peak_of
 from keepwise.measure.pairs import Paired, Seconds, paired
 from keepwise.measure.resident import ResidentRise, map_large_blocks, release_free_memory, resident_bytes
@@ -26,6 +27,7 @@ __all__ = [
     "allocator_timeline",
     "map_large_blocks",
     "measure",
+    "measure_device",
     "op_workspace",
     "paired",
     "peak_of",

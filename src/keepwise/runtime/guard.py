@@ -106,7 +106,7 @@ class Guard(Watch):
 
     def __enter__(self) -> Any:
         if not _get_current_dispatch_mode_stack():
-            self.recycler = Recycler()
+            self.recycler = Recycler(self.program.sizes)
             self.loans = Loans(self.recycler)
         return super().__enter__()
 
@@ -175,10 +175,11 @@ class Guard(Watch):
         if recycler is None or _graph_task() != -1:
             return func(*args, **(kwargs or {}))
         room, into = None, entry.into
-        if into is not None and recycler.handles:
+        if into is not None:
             geometry = result_geometry(func, args, kwargs)
             room = recycler.take(geometry[0], None, geometry[1]) if geometry is not None else None
-        recycler.trim(entry.spare_bytes)
+        if recycler.nbytes > entry.spare_bytes:
+            recycler.trim(entry.spare_bytes)
         if room is None or into is None:
             result = func(*args, **(kwargs or {}))
         else:

@@ -95,6 +95,8 @@ class Program:
     """View id -> bytes of its storage."""
     loans: dict[int, dict[int, int]] = field(default_factory=dict)
     """Window -> view on what it retains -> later window that may write over it."""
+    sizes: set[int] = field(default_factory=set)
+    """Bytes of results that can be written into dead memory; grows where a step is larger than the recorded one."""
     proven: set[int] = field(default_factory=set)
     """Views whose replay was seen to equal the original, in whichever program of the same step; shared by all of those."""
     num_checks: int = 0
@@ -248,6 +250,11 @@ def compile_program(
         finished_by=finished_by,
         roots=roots,
         nbytes={v.view: storages[v.storage].nbytes for v in values},
+        sizes={
+            storages[values[op.outputs[0]].storage].nbytes
+            for op, entry in zip(forward, ops, strict=True)
+            if entry.into is not None and op.outputs and op.outputs[0] >= 0
+        },
     )
     for (window, storage), borrower in (spare.loans if spare is not None else {}).items():
         lends = program.loans.setdefault(window, {})

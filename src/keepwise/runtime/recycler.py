@@ -25,9 +25,11 @@ Handle = tuple[torch.UntypedStorage, int, int]
 class Recycler:
     """Handles on the last results of a piece of work; those that are dead give their memory to the next ones."""
 
-    __slots__ = ("handles", "nbytes")
+    __slots__ = ("handles", "nbytes", "sizes")
 
-    def __init__(self, handles: Iterable[Handle] = ()) -> None:
+    def __init__(self, sizes: set[int], handles: Iterable[Handle] = ()) -> None:
+        self.sizes = sizes
+        """Bytes that results may want: what is of another size is not remembered. `take` adds what it is asked for."""
         self.handles: dict[int, Handle] = {handle[1]: handle for handle in handles}
         """Address of the storage -> handle, oldest first. One a storage: some ops return their argument's without saying so."""
         self.nbytes = sum(n for _, _, n in self.handles.values())
@@ -49,7 +51,7 @@ class Recycler:
 
     def _lend(self, t: Tensor) -> None:
         handle = handle_of(t)
-        if handle is None or handle[1] in self.handles:
+        if handle is None or handle[2] not in self.sizes or handle[1] in self.handles:
             return
         if len(self.handles) == spare.MAX_HANDLES:
             self._drop(next(iter(self.handles)))
@@ -64,6 +66,7 @@ class Recycler:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < spare.MIN_BYTES:
             return None
+        self.sizes.add(nbytes)
         for handle in reversed(self.handles.values()):  # the latest is the likeliest to be in the caches
             if handle[2] == nbytes and _is_dead(handle):
                 self._drop(handle[1])

@@ -262,7 +262,6 @@ class WindowRun:
     def _replay(self, task: int, again: bool) -> None:
         calls = self.calls
         assert calls is not None, "replay after its inputs were given up"
-        began = time.perf_counter()
         calls = self._needed(calls)
         fetched: dict[int, WindowRun] = {}
         outer: list[Tensor] = []  # what is read of enclosing runs stays until this replay is over
@@ -278,7 +277,9 @@ class WindowRun:
         cells = list(self.cells.values())
         empty = [c for c in cells if c.tensor is None]
         try:
+            began = time.perf_counter()  # what enclosing runs replay for this one counts there
             self._run_all(calls, again, task)
+            seconds = time.perf_counter() - began
             for c in cells:
                 if c.tensor is None:
                     self.stats.missing(c.view, self.path)
@@ -293,12 +294,13 @@ class WindowRun:
         finally:
             for run in fetched.values():
                 run._clear()
-        self.stats.add_replay(len(empty), len(calls), time.perf_counter() - began)
+        self.stats.add_replay(len(empty), len(calls), seconds)
 
     def _run_all(self, calls: list[Call], again: bool, task: int) -> None:
         env: dict[int, Tensor] = {}
         lends = self.loans is not None and not again
-        recycler = Recycler(self.loans.take(self.window, task) if self.loans is not None else ())
+        sizes = {call.form.nbytes for call in calls if call.form is not None}
+        recycler = Recycler(sizes, self.loans.take(self.window, task) if self.loans is not None else ())
         cells = self.cells
         with clean(), self.ambient.active(), torch.set_grad_enabled(True):
             set_frees(calls, {c.geometry.root for c in list(cells.values()) if c.geometry is not None})

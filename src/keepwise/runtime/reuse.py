@@ -116,11 +116,11 @@ def is_pointwise(func: Any) -> bool:
 class Form:
     """How to make a result again in given memory."""
 
-    __slots__ = ("dtype", "func", "pointwise", "shape", "stride")
+    __slots__ = ("dtype", "func", "nbytes", "pointwise", "shape", "stride")
 
     def __init__(self, func: Any, t: Tensor, pointwise: bool) -> None:
         self.func, self.pointwise = func, pointwise
-        self.shape, self.stride, self.dtype = t.shape, t.stride(), t.dtype
+        self.shape, self.stride, self.dtype, self.nbytes = t.shape, t.stride(), t.dtype, t.nbytes
 
     def fits(self, t: Tensor) -> bool:
         """Whether a tensor's memory can be the result's, and no other tensor sees it."""

@@ -33,6 +33,8 @@ class Outcome:
     """Saved tensors that the plan drops and that were kept because the step is not the recorded one."""
     deviation_bytes: int
     """Their bytes."""
+    replay_seconds: float
+    """What the replays took, comparing not included."""
     observed: Observation | None
     """What the step left behind; None where its backward could not go on."""
 
@@ -113,6 +115,7 @@ def prove_plan(
             num_audited=sum(stats.num_audited for stats in runner.seen),
             num_deviations=sum(stats.num_deviations for stats in runner.seen),
             deviation_bytes=sum(stats.deviation_bytes for stats in runner.seen),
+            replay_seconds=sum(stats.replay_seconds for stats in runner.seen),
             observed=observed,
         )
     finally:

@@ -15,16 +15,19 @@ from torch import nn
 
 from keepwise._errors import UsageError
 from keepwise._units import show_bytes, show_number, unit_of
+from keepwise.cost import DeviceProfile, device_of
 from keepwise.ir import Phase, Schedule, Step
 from keepwise.plan.optimal import memory_price
 from keepwise.proof.proof import Proof
 from keepwise.runtime.apply import Runner, attach, detach, models_of
 from keepwise.runtime.program import compile_program
 from keepwise.runtime.stats import StepStats
+from keepwise.session.budget import check_budget
 from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute, decisions_of, explained
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.ladder import Ladder
+from keepwise.session.replan import replan
 from keepwise.session.sizes import structure
 from keepwise.session.status import Status
 from keepwise.session.switch import Branch, Switch
@@ -98,12 +101,12 @@ class Plan:
 
     @property
     def added_seconds(self) -> float:
-        """Predicted seconds that the plan adds to a step: `replay_seconds` less `saved_seconds`, at least 0."""
-        return max(self.replay_seconds - self.saved_seconds, 0.0)
+        """Predicted seconds that the plan adds to a step: `replay_seconds` + `watching_seconds` - `saved_seconds`, at least 0."""
+        return max(self.replay_seconds + self.watching_seconds - self.saved_seconds, 0.0)
 
     @property
     def replay_seconds(self) -> float:
-        """Predicted seconds of all replays."""
+        """Predicted seconds of all replays: what they took in the step that proved the plan, where there was one."""
         return self.document.added_seconds
 
     @property
@@ -112,14 +115,19 @@ class Plan:
         return self.document.saved_seconds
 
     @property
+    def watching_seconds(self) -> float:
+        """Predicted seconds that the op guard and the hooks on saved tensors take; 0 where a device hides them."""
+        return self.document.watching_seconds
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of the plain step."""
         return self.step.seconds
 
     @property
     def bound_seconds(self) -> float:
-        """Dual bound on `replay_seconds` within the family of windows that was searched, less `saved_seconds`, at least 0."""
-        return max(self.document.bound_seconds - self.saved_seconds, 0.0)
+        """Dual bound on `replay_seconds` within the family of windows that was searched, put in its place in `added_seconds`."""
+        return max(self.document.bound_seconds + self.watching_seconds - self.saved_seconds, 0.0)
 
     @property
     def gap(self) -> float:
@@ -207,12 +215,14 @@ class Plan:
                 lines.append(
                     f"  {title}: {show_bytes(total)} in {sum(isinstance(d, kind) for d in self.decisions)} tensors"
                 )
-        if self.saved_seconds:
+        if self.schedule.windows:
             seconds = max(self.step_seconds, 1e-12)
-            lines.append(
-                f"  time: replays +{100 * self.replay_seconds / seconds:.1f} %, "
-                f"memory used again -{100 * self.saved_seconds / seconds:.1f} %"
-            )
+            parts = [f"replays +{100 * self.replay_seconds / seconds:.1f} %"]
+            if self.watching_seconds:
+                parts.append(f"watching +{100 * self.watching_seconds / seconds:.1f} %")
+            if self.saved_seconds:
+                parts.append(f"memory used again -{100 * self.saved_seconds / seconds:.1f} %")
+            lines.append(f"  time: {', '.join(parts)}")
         reasons: dict[str, list[Decision]] = {}
         for d in self.decisions:
             if isinstance(d, Keep) and (
@@ -264,6 +274,37 @@ class Plan:
         if self.status is not Status.INERT and os.environ.get("KEEPWISE") != "0":
             attach(model, self.runner)
         return self
+
+    def replan(
+        self,
+        budget: int | float | str,
+        *,
+        device: DeviceProfile | str | None = None,
+        planner: Any = "auto",
+        on_infeasible: str = "raise",
+    ) -> Plan:
+        """The recorded step planned again, without the model: for another budget, or with the prices of another machine.
+
+        Args:
+            budget: as for `fit`.
+            device: a machine that is not here: a profile, the name of one (`"h100"`), or the path of its JSON file. Each op is
+                priced by its roofline, which is good for comparing plans, and not as a clock. None: the prices that were measured.
+            planner: as for `fit`.
+            on_infeasible: as for `fit`.
+
+        Returns:
+            A plan that is applied to nothing and was not run. Where it drops tensors whose replay was never compared with its
+            original, its first steps are audited.
+
+        Raises:
+            InfeasibleBudget: no plan fits.
+            UsageError: a bad argument, or a step that cannot be planned.
+        """
+        check_budget(budget)
+        if on_infeasible not in ("raise", "floor"):
+            raise UsageError(f"on_infeasible must be 'raise' or 'floor', got {on_infeasible!r}")
+        profile = device_of(device) if isinstance(device, str) else device
+        return Plan(replan(self.document, budget, device=profile, planner=planner, on_infeasible=on_infeasible))
 
     def remove(self) -> None:
         """Take the plan off every model; they run as before."""

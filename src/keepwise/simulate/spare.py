@@ -93,15 +93,20 @@ def recycled_bytes(timeline: Timeline, left: Spare, writes_into: Callable[[str],
     bytes_of = timeline.index.charge
     total = 0
     shelf = _Shelf()
-    for op in timeline.step.ops:
-        if op.phase is not Phase.FORWARD:
-            continue
-        fresh = [s for s in timeline.index.fresh[op.index] if bytes_of[s] >= spare.MIN_BYTES]
-        if len(fresh) == 1 and writes_into(op.target) and shelf.take(bytes_of[fresh[0]], op.index):
-            total += bytes_of[fresh[0]]
-        shelf.trim(left.moments[op.index], op.index)
+    made = {
+        op.index: [s for s in timeline.index.fresh[op.index] if bytes_of[s] >= spare.MIN_BYTES]
+        for op in timeline.step.ops
+        if op.phase is Phase.FORWARD
+    }
+    takers = {k: bytes_of[f[0]] for k, f in made.items() if len(f) == 1 and writes_into(timeline.step.ops[k].target)}
+    sizes = set(takers.values())
+    for k, fresh in made.items():
+        if k in takers and shelf.take(takers[k], k):
+            total += takers[k]
+        shelf.trim(left.moments[k], k)
         for s in fresh:
-            shelf.put(bytes_of[s], int(timeline.ends[s]))
+            if bytes_of[s] in sizes:
+                shelf.put(bytes_of[s], int(timeline.ends[s]))
     return total
 
 

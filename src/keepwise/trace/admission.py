@@ -11,7 +11,7 @@ Notes:
 
 from __future__ import annotations
 
-import statistics
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,13 +27,12 @@ from keepwise.runtime.digest import bytes_of
 from keepwise.runtime.special import is_opaque, is_python, replay_arguments
 from keepwise.trace.flops import flops_of
 from keepwise.trace.spill import Geometry, can_spill
+from keepwise.trace.timing import Timings
 from keepwise.trace.workspace import run_with_workspace
 
 Tensor = torch.Tensor
-
-WARM_SECONDS = 0.02
-"""Time spent on timing one signature; one run at least."""
-WARM_RUNS = 7
+Price = Callable[[float, Callable[[], float]], float]
+"""Seconds of an op from those of a first run and a way to run it again."""
 
 _UNDEFINED = frozenset(
     (
@@ -69,7 +68,13 @@ class Effects:
 class Admission:
     """Measures ops when they are first seen and remembers them."""
 
-    def __init__(self) -> None:
+    def __init__(self, timings: Timings | None = None) -> None:
+        """Prepare.
+
+        Args:
+            timings: prices that are known, and where new ones go; None: none are known.
+        """
+        self.timings = timings if timings is not None else Timings(torch.device("cpu"))
         self._known: dict[tuple[str, bool], Effects] = {}
         self._provisional: set[tuple[str, bool]] = set()
 
@@ -82,7 +87,8 @@ class Admission:
     ) -> tuple[Any, float, Effects]:
         """Run an op for real and find out what it does: its result, its duration in seconds and its effects."""
         if phase is Phase.FORWARD:
-            result, seconds, effects = _admit(func, args, kwargs)
+            price = functools.partial(self.timings.price, signature)
+            result, seconds, effects = _admit(func, args, kwargs, price)
         else:
             result, seconds, effects = _observe(func, args, kwargs)
         key = signature, phase is Phase.FORWARD
@@ -156,7 +162,7 @@ def _measured(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return result, seconds, workspace
 
 
-def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, Effects]:
+def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], price: Price) -> tuple[Any, float, Effects]:
     """Note 1."""
     tensors = tensors_in(args, kwargs)
     reason = _unfit(func, tensors)
@@ -201,7 +207,7 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         and outputs
         and all(o is not None and can_spill(o) and o.untyped_storage()._cdata in aliases for o in outputs)
     ):
-        return result, seconds, _admit_view(func, args, kwargs, tensors, twins, outputs, effects)
+        return result, seconds, _admit_view(func, args, kwargs, tensors, twins, outputs, effects, price)
     with clean():
         written = {
             i
@@ -215,7 +221,11 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     )
     if is_python(func):  # note 4: what it does to its inputs is known by now
         return result, seconds, replace(effects, replayable=False, why_not=is_opaque(func))
-    return result, seconds, _replay(func, args, kwargs, tensors, twins, outputs, effects, state if random else None)
+    return (
+        result,
+        seconds,
+        _replay(func, args, kwargs, tensors, twins, outputs, effects, state if random else None, price),
+    )
 
 
 def _admit_view(
@@ -226,6 +236,7 @@ def _admit_view(
     twins: list[Tensor],
     outputs: list[Tensor | None],
     effects: Effects,
+    price: Price,
 ) -> Effects:
     placed, named = with_tensors(args, kwargs, list(twins))
 
@@ -236,7 +247,7 @@ def _admit_view(
         with clean():
             result, first = _timed(call, twins)
             again = tensors_out(result)
-            seconds = _warm(call, twins, first)
+            seconds = price(first, lambda: _timed(call, twins)[1])
     except Exception as error:
         return replace(effects, replayable=False, why_not=f"its replay raised {type(error).__name__}: {_line(error)}")
     twin_of = {t.untyped_storage()._cdata: w.untyped_storage()._cdata for t, w in zip(tensors, twins, strict=True)}
@@ -257,6 +268,7 @@ def _replay(
     outputs: list[Tensor | None],
     effects: Effects,
     state: RandomState | None,
+    price: Price,
 ) -> Effects:
     placed, named = with_tensors(args, kwargs, list(twins))
     fewer, fewer_named = replay_arguments(func, placed, named)
@@ -273,7 +285,7 @@ def _replay(
             del again
             if why_not:
                 return replace(effects, replayable=False, why_not=why_not)
-            return replace(effects, seconds=_warm(call, twins, first))
+            return replace(effects, seconds=price(first, lambda: _timed(call, twins)[1]))
     except Exception as error:
         return replace(effects, replayable=False, why_not=f"its replay raised {type(error).__name__}: {_line(error)}")
 
@@ -306,15 +318,6 @@ def _difference(
         if id(twins[i]) not in left_out and not _same_storage_bytes(tensors[i], twins[i]):
             return f"its replay writes other bits into argument {i}"
     return ""
-
-
-def _warm(call: Callable[[], Any], twins: list[Tensor], first: float) -> float:
-    seconds, spent = [first], first
-    while spent < WARM_SECONDS and len(seconds) < WARM_RUNS:
-        _, took = _timed(call, twins)
-        seconds.append(took)
-        spent += took
-    return statistics.median(seconds)
 
 
 def _timed(call: Callable[[], Any], tensors: list[Tensor]) -> tuple[Any, float]:

@@ -1,0 +1,145 @@
+"""What a planned step costs and gains besides the prices of its replays.
+
+Notes:
+1. Memory that is touched for the first time is slow. On the CPU the allocator gives large memory back to the system and asks for it again,
+   page by page (with the settings of glibc that most processes have: above 32 MiB always, below it depends on what was freed before).
+   A plan writes results into dead memory instead. What that saves is measured here and now, at the size that matters.
+   Only forward counts: what replays save of it is in their measured times.
+2. The guard and the hooks take some microseconds an op, on the processor that starts the ops. On a device that works for itself they are
+   hidden behind it.
+3. An op's price was taken with its arguments in the caches and new memory for its result; in a replay it is the other way round, and
+   captured calls are not free. So the prices are scaled by what the replays took in the step that proved the plan. All by the
+   same factor: the plan would be the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from msgspec.structs import replace
+
+from keepwise.ir import Phase, Schedule, Step, spare
+from keepwise.runtime.calls import resolve
+from keepwise.runtime.guard import Guard
+from keepwise.runtime.program import compile_program
+from keepwise.runtime.reuse import out_form
+from keepwise.runtime.stats import StepStats
+from keepwise.simulate import Timeline, recycled_bytes, spare_of
+from keepwise.trace import record
+from keepwise.trace.quiet import quiet
+
+ROUNDS = 7
+CHAIN = 60
+"""Pairs of ops in the chain that watching is timed on."""
+MOST_BYTES = 32 << 20
+
+
+def saved_seconds(timeline: Timeline) -> float:
+    """Seconds of a step that writing results into dead memory saves, predicted (note 1)."""
+    step = timeline.step
+    if timeline.schedule is None or not timeline.schedule.windows or torch.device(step.device).type != "cpu":
+        return 0.0
+    nbytes = recycled_bytes(timeline, spare_of(timeline), _writes_into)
+    return nbytes * first_touch_seconds(_typical_bytes(step)) if nbytes else 0.0
+
+
+def _writes_into(target: str) -> bool:
+    return out_form(resolve(target)) is not None
+
+
+def _typical_bytes(step: Step) -> int:
+    """Size of the storage in which the middle byte of all that autograd saves lies."""
+    sizes = sorted(n for s in step.saved_storages if (n := step.storages[s].nbytes) >= spare.MIN_BYTES)
+    half, total = sum(sizes) / 2, 0
+    for n in sizes:
+        total += n
+        if total >= half:
+            return n
+    return spare.MIN_BYTES
+
+
+def first_touch_seconds(nbytes: int) -> float:
+    """Seconds a byte by which writing into a new allocation of that size takes longer than into an old one."""
+    nbytes = min(nbytes, MOST_BYTES)
+
+    def fill(t: torch.Tensor) -> float:
+        began = time.perf_counter()
+        t.fill_(0)
+        return time.perf_counter() - began
+
+    new, old = [], []
+    with torch.no_grad():
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            t = torch.empty(nbytes, dtype=torch.uint8)
+            fill(t)
+            new.append(time.perf_counter() - began)
+            old.append(fill(t))
+            began = time.perf_counter()
+            del t
+            new[-1] += time.perf_counter() - began
+    return max(statistics.median(new) - statistics.median(old), 0.0) / nbytes
+
+
+def watching_seconds(timeline: Timeline) -> float:
+    """Seconds of a step that the guard and the hooks take, predicted (note 2)."""
+    step = timeline.step
+    if timeline.schedule is None or not timeline.schedule.windows or torch.device(step.device).type != "cpu":
+        return 0.0
+    return sum(op.phase == Phase.FORWARD for op in step.ops) * watching_seconds_an_op()
+
+
+@functools.cache
+def watching_seconds_an_op() -> float:
+    """What watching adds to an op of forward, with the tensors that it saves and their way back in backward; measured once.
+
+    On a chain of ops on single numbers, three saved tensors for two ops; the fastest of a few steps each, as other work only slows
+    them down.
+    """
+
+    def chain() -> torch.Tensor:
+        x = w
+        for _ in range(CHAIN):
+            x = torch.tanh(x * w)
+        return x.sum()
+
+    def seconds(forward: Callable[[], torch.Tensor]) -> float:
+        began = time.perf_counter()
+        forward().backward()
+        return time.perf_counter() - began
+
+    def watched() -> torch.Tensor:
+        with Guard(program, StepStats(), None):
+            return chain()
+
+    with quiet(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        w = torch.ones(1, dtype=torch.float32, device="cpu", requires_grad=True)
+        step = record(lambda: chain().backward(), model=None, inputs=(w,), spill=False, device="cpu").step
+        program = compile_program(step, Schedule(planner="none"))
+        plain, seen = zip(*((seconds(chain), seconds(watched)) for _ in range(ROUNDS)), strict=True)
+    return max(min(seen) - min(plain), 0.0) / sum(op.phase == Phase.FORWARD for op in step.ops)
+
+
+def priced_by_replays(step: Step, priced: float, measured: float) -> Step:
+    """The step with all prices scaled so that the replays of a plan cost what they took (note 3).
+
+    Args:
+        step: the recorded step.
+        priced: what the replays cost by its prices, in seconds.
+        measured: what they took, in seconds; 0 if unknown.
+
+    Returns:
+        The step; unchanged where replays only start work on a device, so that the clock says nothing.
+    """
+    if not priced or not measured or torch.device(step.device).type != "cpu":
+        return step
+    factor = measured / priced
+    return replace(
+        step,
+        ops=tuple(replace(op, seconds=op.seconds * factor) for op in step.ops),
+        storages=tuple(replace(s, pack_seconds=s.pack_seconds * factor) for s in step.storages),
+    )

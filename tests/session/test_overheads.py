@@ -1,0 +1,69 @@
+"""What a plan adds to a step: its parts, and whether what was measured is what is predicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import keepwise
+from keepwise.session.overheads import priced_by_replays, watching_seconds_an_op
+from tests.session.models import loss, stack
+
+
+def test_the_parts_make_the_whole() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x")
+    assert plan.watching_seconds == pytest.approx(plan.num_forward_ops * watching_seconds_an_op())
+    assert plan.added_seconds == pytest.approx(
+        max(plan.replay_seconds + plan.watching_seconds - plan.saved_seconds, 0.0)
+    )
+    assert plan.bound_seconds <= plan.added_seconds
+    text = str(plan)
+    assert "replays +" in text
+    assert "watching +" in text
+
+
+def test_watching_takes_microseconds_an_op() -> None:
+    assert 1e-6 < watching_seconds_an_op() < 2e-3
+
+
+def test_a_plan_that_drops_nothing_adds_nothing() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="max")
+    assert plan.watching_seconds == plan.replay_seconds == plan.added_seconds == 0.0
+
+
+def test_replays_are_priced_by_what_they_took() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x")
+    planned = sum(plan.step.ops[o].seconds for w in plan.schedule.windows for o in w.ops)
+    assert plan.replay_seconds == pytest.approx(planned)
+    took = []
+    for _ in range(5):
+        loss(model(x)).backward()
+        took.append(plan.stats.replay_seconds)
+    # One step was timed, on a machine that may have had other work: within a factor of ten of the fastest and slowest of these.
+    assert min(took) / 10 < plan.replay_seconds < 10 * max(took)
+
+
+def test_one_factor_for_all_prices_leaves_the_gap_as_it_is() -> None:
+    model, x = stack()
+    step = keepwise.fit(model, x, loss=loss, budget="0.6x").step
+    scaled = priced_by_replays(step, 2.0, 3.0)
+    for a, b in zip(step.ops, scaled.ops, strict=True):
+        assert b.seconds == pytest.approx(1.5 * a.seconds)
+    assert scaled.seconds == step.seconds
+    assert priced_by_replays(step, 0.0, 3.0) is step
+    assert priced_by_replays(step, 2.0, 0.0) is step
+
+
+def test_replays_inside_of_replays_are_timed_once() -> None:
+    torch.manual_seed(0)
+    model, x = stack(depth=8)
+    plan = keepwise.fit(model, x, loss=loss, planner="recursive", budget="max")
+    assert any(w.parent >= 0 for w in plan.schedule.windows)
+    import time
+
+    began = time.perf_counter()
+    loss(model(x)).backward()
+    assert plan.stats.replay_seconds < time.perf_counter() - began

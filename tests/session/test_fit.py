@@ -7,6 +7,7 @@ import random
 import tempfile
 import warnings
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -220,16 +221,43 @@ def test_save_load_apply(tmp_path: Path) -> None:
         plan.apply(model)
     loaded.remove()
     assert type(model) is Stack
-    for damage, match in ((lambda b: b[: len(b) // 2], "truncated"), (lambda b: b'{"kind": "other"}', "no plan")):
-        path.write_bytes(damage(plan_bytes := (path.read_bytes())))
-        with pytest.raises(PlanMismatch, match=match):
-            keepwise.Plan.load(path)
-        path.write_bytes(plan_bytes)
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":99', 1))
-    with pytest.raises(PlanMismatch, match="version 99"):
-        keepwise.Plan.load(path)
     with pytest.raises(FileNotFoundError):
         keepwise.Plan.load(tmp_path / "absent.json")
+    with pytest.raises(UsageError, match="force=True"):
+        plan.save(path, force=False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda b: b[: len(b) // 2], "truncated"),
+        (lambda b: b'{"kind": "other"}', "no plan"),
+        (lambda b: b.replace(b'"version":1', b'"version":99', 1), "version 99"),
+        (lambda b: b.replace(b'"nbytes":', b'"bytes":', 1), "damaged plan: .*nbytes"),
+        (lambda b: b.replace(b'"held":[', b'"held":[99999,', 1), "damaged plan: .*99999"),
+        (lambda b: b.replace(b'"storage":0,', b'"storage":99999,', 1), "damaged plan: .*99999"),
+        (lambda b: b.replace(b'"aten.tanh.default"', b'"elsewhere.tanh.default"'), "elsewhere.tanh.default.* Import"),
+        (lambda b: b.replace(b'"aten.tanh.default"', b'"__class__.mro"'), "no op '__class__.mro'"),
+    ],
+)
+def test_a_damaged_plan_says_what_is_wrong(damage: Callable[[bytes], bytes], match: str, tmp_path: Path) -> None:
+    model, x = stack(depth=2)
+    path = tmp_path / "plan.json"
+    keepwise.fit(model, x, loss=loss, budget="0.8x", verify=False).save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(PlanMismatch, match=match) as caught:
+        keepwise.Plan.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_summary_counts_what_the_decisions_list() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x", verify=False)
+    kinds = [d.kind for d in plan.decisions]
+    assert f"{kinds.count('recompute')} of {len(kinds)} tensors dropped" in plan.summary()
+    assert f" in {kinds.count('recompute')} tensors" in str(plan)
+    assert len(kinds) < len(plan.step.saves)  # `tanh(h) * sigmoid(h)` saves each factor twice
+    assert "(budget 20.0 GiB)" in keepwise.fit(model, x, loss=loss, budget="20GiB", verify=False).summary()
 
 
 def test_a_plan_for_another_model_names_the_first_difference() -> None:

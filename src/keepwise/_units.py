@@ -11,25 +11,27 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)"
 """A positive number as people write it, as a regular expression."""
 
+SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+"""Binary units, the largest first."""
 
-def show_bytes(n: float, *, unit: str | None = None) -> str:
-    """Bytes for people: `19.6 GiB`, `312 MiB`, `9.5 KiB`."""
-    unit = unit or unit_of(n)
-    value = n / {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}[unit]
-    return f"{show_number(value)} {unit}"
+
+def show_bytes(n: float) -> str:
+    """Bytes for people, in binary units: `19.6 GiB`, `312 MiB`, `9.50 KiB`, `12 B`."""
+    unit = unit_of(n)
+    return f"{show_number(n / SIZES[unit])} {unit}"
 
 
 def unit_of(n: float) -> str:
     """The unit in which a number of bytes reads best."""
-    n = abs(n)
-    return "GiB" if n >= 2**30 else "MiB" if n >= 2**20 else "KiB" if n >= 2**10 else "B"
+    return next((unit for unit, size in SIZES.items() if abs(n) >= size), "B")
 
 
 def show_number(value: float) -> str:
-    """Three figures or so: `1069`, `19.6`, `0.42`."""
-    if value == int(value) and abs(value) < 10:
+    """Three figures or so: `1069`, `19.6`, `1.47`, `0.42`; small whole numbers as they are."""
+    size = abs(value)
+    if size < 10 and value == int(value):
         return f"{value:.0f}"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2f}"
+    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
 def parse_bytes(text: str | float) -> int:

@@ -11,7 +11,7 @@ from keepwise.ir import Step
 from keepwise.report import Report, build_report
 from keepwise.report.curve import curve_of
 from keepwise.report.folding import Places, pattern_of
-from keepwise.report.words import plain_reason, ranges, show_bytes, show_seconds
+from keepwise.report.words import plain_reason, ranges, show_seconds
 from tests.report.plans import made
 from tests.steps import accumulated, chain, gpt_like, in_place_stream, read_twice, unet_like
 
@@ -105,6 +105,5 @@ def test_ranges(numbers: list[int], text: str) -> None:
 
 
 def test_words() -> None:
-    assert [show_bytes(n) for n in (0, 12, 1536, 2**20, 3 * 2**29)] == ["0 B", "12 B", "1.5 KiB", "1.0 MiB", "1.5 GiB"]
     assert [show_seconds(s) for s in (0, 2e-6, 0.0125, 1.5)] == ["0", "2 us", "12.5 ms", "1.50 s"]
     assert plain_reason("replayed once in backward, 0.02 ms") == "replayed once in backward"

@@ -53,7 +53,17 @@ def test_what_is_no_budget_gives_one_line_that_says_what_is(budget: object) -> N
 
 
 @pytest.mark.parametrize(
-    ("n", "shown"), [(0, "0 B"), (512, "512 B"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (20 * 2**30, "20.0 GiB")]
+    ("n", "shown"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1536, "1.50 KiB"),
+        (2**20, "1 MiB"),
+        (-(2**20), "-1 MiB"),
+        (1.469 * 2**20, "1.47 MiB"),
+        (20 * 2**30, "20.0 GiB"),
+        (1069 * 2**30, "1069 GiB"),
+    ],
 )
-def test_bytes_for_people(n: int, shown: str) -> None:
+def test_bytes_for_people(n: float, shown: str) -> None:
     assert show_bytes(n) == shown

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import tempfile
 import warnings
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -219,16 +221,43 @@ def test_save_load_apply(tmp_path: Path) -> None:
         plan.apply(model)
     loaded.remove()
     assert type(model) is Stack
-    for damage, match in ((lambda b: b[: len(b) // 2], "truncated"), (lambda b: b'{"kind": "other"}', "no plan")):
-        path.write_bytes(damage(plan_bytes := (path.read_bytes())))
-        with pytest.raises(PlanMismatch, match=match):
-            keepwise.Plan.load(path)
-        path.write_bytes(plan_bytes)
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":99', 1))
-    with pytest.raises(PlanMismatch, match="version 99"):
-        keepwise.Plan.load(path)
     with pytest.raises(FileNotFoundError):
         keepwise.Plan.load(tmp_path / "absent.json")
+    with pytest.raises(UsageError, match="force=True"):
+        plan.save(path, force=False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda b: b[: len(b) // 2], "truncated"),
+        (lambda b: b'{"kind": "other"}', "no plan"),
+        (lambda b: b.replace(b'"version":1', b'"version":99', 1), "version 99"),
+        (lambda b: b.replace(b'"nbytes":', b'"bytes":', 1), "damaged plan: .*nbytes"),
+        (lambda b: b.replace(b'"held":[', b'"held":[99999,', 1), "damaged plan: .*99999"),
+        (lambda b: b.replace(b'"storage":0,', b'"storage":99999,', 1), "damaged plan: .*99999"),
+        (lambda b: b.replace(b'"aten.tanh.default"', b'"elsewhere.tanh.default"'), "elsewhere.tanh.default.* Import"),
+        (lambda b: b.replace(b'"aten.tanh.default"', b'"__class__.mro"'), "no op '__class__.mro'"),
+    ],
+)
+def test_a_damaged_plan_says_what_is_wrong(damage: Callable[[bytes], bytes], match: str, tmp_path: Path) -> None:
+    model, x = stack(depth=2)
+    path = tmp_path / "plan.json"
+    keepwise.fit(model, x, loss=loss, budget="0.8x", verify=False).save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(PlanMismatch, match=match) as caught:
+        keepwise.Plan.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_summary_counts_what_the_decisions_list() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x", verify=False)
+    kinds = [d.kind for d in plan.decisions]
+    assert f"{kinds.count('recompute')} of {len(kinds)} tensors dropped" in plan.summary()
+    assert f" in {kinds.count('recompute')} tensors" in str(plan)
+    assert len(kinds) < len(plan.step.saves)  # `tanh(h) * sigmoid(h)` saves each factor twice
+    assert "(budget 20.0 GiB)" in keepwise.fit(model, x, loss=loss, budget="20GiB", verify=False).summary()
 
 
 def test_a_plan_for_another_model_names_the_first_difference() -> None:
@@ -556,6 +585,61 @@ def test_several_batches_are_proved_and_listed() -> None:
         assert same(run(model, x), run(twin, x))
         assert not plan.stats.over_budget
         assert not plan.stats.num_deviations
+
+
+@pytest.mark.parametrize("batches", [iter(()), [], torch.randn(8, 4, 16), {"x": torch.randn(8, 4, 16)}, 5, "data"])
+def test_what_is_no_sequence_of_batches_is_one_clear_line(batches: object) -> None:
+    model, _ = stack(depth=1)
+    with pytest.raises(UsageError, match=r"batches= (is empty|must be a sequence)"):
+        keepwise.fit(model, loss=loss, budget="min", batches=batches)
+
+
+def test_batches_may_come_from_a_generator_and_take_no_other_arguments() -> None:
+    model, x = stack(depth=2)
+    plan = keepwise.fit(model, loss=loss, budget="min", batches=(x[:n] for n in (8, 16)))
+    assert len(plan.shapes) == 2
+    with pytest.raises(UsageError, match="batches= alone"):
+        keepwise.fit(model, kwargs={"x": x}, loss=loss, budget="min", batches=[x])
+
+
+def test_every_plan_of_several_batches_counts_the_micro_batches_in_flight() -> None:
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(8, 48, 16)
+    batches = [(x, torch.rand(8, 48) < 0.2), (x,)]
+    plan = keepwise.fit(model, loss=loss, budget="0.8x", batches=batches, in_flight=3)
+    assert [v.step.in_flight for v in (plan.document, *plan.document.variants)] == [3, 3]
+
+
+@pytest.mark.parametrize("on_infeasible", ["raise", "floor"])
+def test_a_named_plan_over_the_budget_is_refused_or_said(on_infeasible: str) -> None:
+    model, x = stack(depth=4)
+    options = {"loss": loss, "budget": 1000, "planner": "every:2", "on_infeasible": on_infeasible}
+    if on_infeasible == "floor":
+        plan = keepwise.fit(model, x, **options)
+        assert plan.status is Status.INFEASIBLE
+        assert any("planner 'every:2' needs" in note for note in plan.notes)
+        return
+    with pytest.raises(InfeasibleBudget, match="planner 'every:2' needs") as caught:
+        keepwise.fit(model, x, **options)
+    assert caught.value.floor_bytes > 1000
+    assert type(model) is Stack
+
+
+def test_the_folder_of_the_trace_is_checked_and_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    plain = tempfile.mkstemp
+
+    def seen(*, prefix: str, dir: str | None) -> tuple[int, str]:
+        made.append(dir)
+        return plain(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "mkstemp", seen)
+    model, x = stack(depth=2)
+    with pytest.raises(UsageError, match="disk= must be a folder"):
+        keepwise.fit(model, x, loss=loss, budget="min", disk=tmp_path / "none")
+    for disk in (tmp_path, None):
+        keepwise.fit(model, x, loss=loss, budget="min", disk=disk).remove()
+    assert made[-2:] == [str(tmp_path), None]
 
 
 def test_nested_batches_have_shapes() -> None:

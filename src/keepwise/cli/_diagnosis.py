@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from keepwise._units import show_bytes
 from keepwise.report.folding import VIEWS
 from keepwise.report.model import Report
-from keepwise.report.words import plain_reason, show_bytes, show_percent, show_seconds
+from keepwise.report.words import plain_reason, show_percent, show_seconds
 
 if TYPE_CHECKING:
     from keepwise.runtime.stats import StepStats

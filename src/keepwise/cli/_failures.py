@@ -19,6 +19,7 @@ _USERS_ROOMS = ("targets", "lessons")
 _SPELLINGS = (
     (r"\bbudget=(\d+)", r"--budget \1"),
     (r"\bbudget='(\w+)'", r"--budget \1"),
+    (r"\bplanner='(\w+)'", r"--planner \1"),
     (
         r"\bpass loss=, a function from (?:the )?output to (?:a )?scalar",
         "let the target return one as its fourth element",

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepwise._errors import InfeasibleBudget, UsageError
+from keepwise._units import show_bytes
 from keepwise.cli._common import DONE, NO, Io, reports
 from keepwise.cli._planning import fit_target
 from keepwise.cli._progress import Progress
 from keepwise.cli._target import DEVICE, load_target, whole_step
-from keepwise.report.words import show_bytes, show_seconds
+from keepwise.report.words import show_seconds
 from keepwise.targets import Target
 
 if TYPE_CHECKING:

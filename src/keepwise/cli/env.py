@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from keepwise._units import show_bytes
 from keepwise.cli._common import DONE, Io, check_writable, reports
-from keepwise.report.words import show_bytes
 
 PACKAGES = (
     "torch",

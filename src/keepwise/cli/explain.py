@@ -7,9 +7,9 @@ import fnmatch
 
 import click
 
+from keepwise._units import show_bytes
 from keepwise.cli._common import DONE, Io, reports
 from keepwise.cli._planning import load_plan
-from keepwise.report.words import show_bytes
 
 _VERBS = {"keep": "kept", "recompute": "recomputed", "pack": "packed", "offload": "offloaded"}
 

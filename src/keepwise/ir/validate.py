@@ -1,6 +1,6 @@
 """`validate`: is a `Step` consistent with itself?
 
-The tracer runs it on what it wrote down; the tests run it on every synthetic step. Each finding is one sentence; an
+It is asked of every step that comes from a file, and by the tests of traced and synthetic ones. Each finding is one sentence; an
 empty list means that the invariants stated in `step.py` hold. Linear in the size of the step.
 """
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT = "parameter", "gradient", "optimizer state", "buffer", "input"
-STATIC = (PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT)
 
 _DEPTH = 6
 """How deep functions and containers that a step holds are looked into."""

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from keepwise._units import show_bytes
 from keepwise.report.model import Curve
-from keepwise.report.words import show_bytes, show_seconds
+from keepwise.report.words import show_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

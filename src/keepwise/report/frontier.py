@@ -7,9 +7,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from keepwise._units import show_bytes
 from keepwise.report.drawing import Tick, nice_bytes, nice_steps
 from keepwise.report.html import render
-from keepwise.report.words import show_bytes, show_percent, show_seconds
+from keepwise.report.words import show_percent, show_seconds
 
 _BAR = 30
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from keepwise._units import show_bytes
 from keepwise.report.drawing import chart_of
 from keepwise.report.folding import VIEWS
 from keepwise.report.model import KINDS, Report
-from keepwise.report.words import show_bytes, show_percent, show_seconds
+from keepwise.report.words import show_percent, show_seconds
 
 TEMPLATES = Path(__file__).with_name("templates")
 

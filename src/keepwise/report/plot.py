@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from keepwise._units import show_bytes
 from keepwise.report.model import Curve
-from keepwise.report.words import show_bytes, show_seconds
+from keepwise.report.words import show_seconds
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 

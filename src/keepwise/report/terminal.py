@@ -10,10 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from keepwise._units import show_bytes
 from keepwise.report.folding import VIEWS
 from keepwise.report.model import Group, Report
 from keepwise.report.plot import plot
-from keepwise.report.words import show_bytes, show_percent, show_seconds
+from keepwise.report.words import show_percent, show_seconds
 
 _WIDE = 100
 """Columns below which numbers of tensors are left out."""

@@ -5,21 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def show_bytes(count: float) -> str:
-    """Bytes for people, in binary units: `19.6 GiB`, `312 MiB`, `9.5 KiB`, `12 B`."""
-    for unit, size in _UNITS:
-        if abs(count) >= size:
-            return f"{show_number(count / size)} {unit}"
-    return f"{count:.0f} B"
-
-
-def show_number(value: float) -> str:
-    """Three figures or so: `1069`, `19.6`, `0.42`."""
-    size = abs(value)
-    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 1 else f"{value:.2f}"
+from keepwise._units import show_number
 
 
 def show_seconds(seconds: float) -> str:

@@ -6,6 +6,7 @@ arguments in the order given; lists and tuples (`Tensor[]`, `Tensor?[]`) are ent
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from typing import Any
@@ -172,18 +173,18 @@ def skeleton(
     return new_args, new_kwargs, places
 
 
-def target_name(func: torch._ops.OpOverload) -> str:
-    """`aten.mm.default`"""
-    return str(func)
-
-
-def resolve(target: str) -> torch._ops.OpOverload:
-    """The op overload called `target`.
+def resolve(target: str) -> Any:
+    """The op overload, or the higher-order operator, whose `str` is `target`.
 
     Raises:
         AttributeError: no such op is registered in this process.
     """
-    return operator.attrgetter(target)(torch.ops)
+    found = None
+    with contextlib.suppress(AttributeError):
+        found = operator.attrgetter(target)(torch.ops if "." in target else torch.ops.higher_order)
+    if not isinstance(found, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        raise AttributeError(f"no op {target!r} is registered in this process")
+    return found
 
 
 def has_subclass(types: Any) -> bool:
@@ -199,14 +200,3 @@ def is_shadow(types: Any) -> bool:
 def in_shadow() -> bool:
     """The same for a call that may have no argument to tell by."""
     return any(_dispatch_mode(key) is not None for key in _SHADOW_MODES)
-
-
-def is_plain(t: Tensor) -> bool:
-    """Whether it is an ordinary strided tensor with a storage of its own, not a wrapper subclass."""
-    cls = type(t)
-    return (
-        (cls is Tensor or cls is torch.nn.Parameter or cls is torch.nn.Buffer or not hasattr(cls, "__tensor_flatten__"))
-        and t.layout is torch.strided
-        and not t.is_nested
-        and t.device.type != "meta"
-    )

@@ -88,6 +88,8 @@ use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 @functools.cache
 def out_form(func: Any) -> Any:
     """The overload that is `func` with an `out=` argument, if it is on the lists; else None."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
     name = func._schema.name.removeprefix("aten::")
     if use_count is None or name not in POINTWISE | MATRIX | ALIKE or func._schema.is_mutable:
         return None
@@ -135,8 +137,6 @@ class Form:
 
 def form_of(func: Any, result: Any) -> Form | None:
     """How to replay `func` into given memory; None where that is not possible or not worth it."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return None
     found = out_form(func)
     if (
         found is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepwise._units import show_bytes
-from keepwise.ir import Category, Phase, Step
+from keepwise.ir import Category, Step
 from keepwise.simulate import Timeline
 
 
@@ -87,15 +87,25 @@ def infeasible_message(budget: int, timeline: Timeline) -> str:
     )
 
 
+def named_message(planner: str, budget: int, timeline: Timeline) -> str:
+    """The error for a named planner whose plan does not fit.
+
+    Args:
+        planner: its name.
+        budget: in bytes.
+        timeline: the simulated plan.
+    """
+    peak = timeline.peak_bytes
+    return (
+        f"the plan of planner {planner!r} needs {show_bytes(peak)} ({peak} bytes), {show_bytes(peak - budget)} more than the budget of "
+        f"{show_bytes(budget)} ({budget} bytes). It is reached in {binding_moment(timeline)}. Try planner='auto', which may need less, "
+        f"or budget={peak}"
+    )
+
+
 def _by_category(step: Step) -> dict[Category, int]:
     sums: dict[Category, int] = {}
     for s in step.storages:
         if s.category.is_static:
             sums[s.category] = sums.get(s.category, 0) + s.nbytes
     return sums
-
-
-def optimizer_peaks(timeline: Timeline) -> bool:
-    """Whether the peak lies in the optimizer step, where no activation plan can help."""
-    t = timeline.peak_moment
-    return t >= 0 and timeline.step.ops[t].phase == Phase.OPTIMIZER

@@ -51,9 +51,17 @@ def check_in_flight(number: Any) -> None:
         raise UsageError(f"in_flight must be a positive number of micro-batches, got {number!r}")
 
 
-def largest_first(batches: Iterable[Any]) -> list[Batch]:
-    """Batches in the order given, but the first one is none that another is larger than."""
+def largest_first(batches: Any) -> list[Batch]:
+    """Batches in the order given, but the first one is none that another is larger than.
+
+    Raises:
+        UsageError: there is none, or what is given is one batch and no sequence of them.
+    """
+    if isinstance(batches, torch.Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise UsageError(f"batches= must be a sequence of batches, got {type(batches).__name__}; write [batch] for one")
     found = [as_batch(b, None) for b in batches]
+    if not found:
+        raise UsageError("batches= is empty; pass representative batches, the largest first")
     keys = [key_of(b.args, b.kwargs) for b in found]
     largest = 0
     for i, key in enumerate(keys):

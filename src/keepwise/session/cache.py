@@ -11,7 +11,7 @@ import msgspec
 from torch import nn
 
 from keepwise._errors import KeepwiseError
-from keepwise.session.fingerprint import fingerprint
+from keepwise.session.fingerprint import Fingerprint, fingerprint
 from keepwise.session.plan import Plan
 
 
@@ -21,13 +21,13 @@ class PlanCache:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def _path(self, model: nn.Module, key: Any) -> Path:
-        text = msgspec.json.encode(fingerprint(model)) + repr(key).encode()
-        return self.folder / f"{type(model).__name__}-{hashlib.blake2b(text, digest_size=8).hexdigest()}.json"
+    def _path(self, made_for: Fingerprint, key: Any) -> Path:
+        text = msgspec.json.encode(made_for) + repr(key).encode()
+        return self.folder / f"{made_for.model}-{hashlib.blake2b(text, digest_size=8).hexdigest()}.json"
 
     def find(self, model: nn.Module, key: Any) -> Plan | None:
         """A plan for this model and these options, or None."""
-        path = self._path(model, key)
+        path = self._path(fingerprint(model), key)
         if not path.exists():
             return None
         try:
@@ -38,6 +38,4 @@ class PlanCache:
     def add(self, plan: Plan, key: Any) -> None:
         """Keep a plan."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = msgspec.json.encode(plan.document.fingerprint) + repr(key).encode()
-        name = f"{plan.document.fingerprint.model}-{hashlib.blake2b(text, digest_size=8).hexdigest()}.json"
-        plan.save(self.folder / name)
+        plan.save(self._path(plan.document.fingerprint, key))

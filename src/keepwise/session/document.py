@@ -9,6 +9,7 @@ import msgspec
 
 from keepwise._errors import PlanMismatch, UsageError
 from keepwise.ir import Schedule, Step
+from keepwise.ir.validate import validate
 from keepwise.session.fingerprint import Fingerprint
 from keepwise.session.sizes import Key
 
@@ -62,7 +63,7 @@ def write_document(document: PlanDocument, path: Path, *, force: bool) -> None:
         UsageError: the file exists and `force` is off.
     """
     if path.exists() and not force:
-        raise UsageError(f"{path} exists; add --force to overwrite it")
+        raise UsageError(f"{path} exists; pass force=True to overwrite it")
     path.write_bytes(msgspec.json.encode(document))
 
 
@@ -87,9 +88,14 @@ def read_document(path: Path) -> PlanDocument:
             f"{path} is a plan of version {head.get('version')}, this release reads version {PLAN_VERSION}. Run keepwise.fit again"
         )
     try:
-        return msgspec.json.decode(data, type=PlanDocument)
+        document = msgspec.json.decode(data, type=PlanDocument)
     except msgspec.ValidationError as error:
         raise PlanMismatch(f"{path} is a damaged plan: {error}. Write it again with plan.save") from None
+    for part in (document, *document.variants):
+        found = validate(part.step)
+        if found:
+            raise PlanMismatch(f"{path} is a damaged plan: {found[0]}. Write it again with plan.save")
+    return document
 
 
 def schema() -> dict[str, Any]:

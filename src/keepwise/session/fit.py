@@ -104,6 +104,7 @@ def fit(
         on_infeasible=on_infeasible,
         step=step,
         args=args,
+        kwargs=kwargs,
         batches=batches,
         loss=loss,
         cache=cache,
@@ -111,8 +112,9 @@ def fit(
     check_pins(pin)
     if host_budget is not None:
         warnings.warn("keepwise.fit: host_budget= has no effect yet: nothing is offloaded", stacklevel=2)
-    if disk is not None:
-        ARENA.folder = os.fspath(disk)
+    if disk is not None and not os.path.isdir(disk):
+        raise UsageError(f"disk= must be a folder that exists; {os.fspath(disk)} is none")
+    ARENA.use(None if disk is None else os.fspath(disk))
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
     if step is not None and (args is not None or kwargs):
@@ -121,6 +123,11 @@ def fit(
     batch = all_batches[0]
     if os.environ.get("KEEPWISE") == "0":
         return _inert(model, "KEEPWISE=0 is set: the model runs as it is")
+    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise UsageError(
+            f"{lazy[0]} has no shape yet: run the model once on a batch, so that its lazy modules know theirs"
+        )
     device = check_devices(model, batch if step is None else None)
     if not any(p.requires_grad for p in model.parameters()) and step is None and loss is None:
         raise UsageError(
@@ -130,7 +137,8 @@ def fit(
 
     store = PlanCache(cache) if cache is not None else None
     shapes = tuple(dict.fromkeys(key_of(b.args, b.kwargs) for b in all_batches))
-    key = (budget, planner, pin, grads, in_flight, on_infeasible, shapes)
+    how = (type(made_optimizer).__name__, str(device), _autocast(device), step is None, verify)
+    key = (budget, planner, pin, grads, in_flight, on_infeasible, shapes, how)
     same, *strays = _by_structure(all_batches)
 
     previous = runner_of(model)
@@ -182,6 +190,8 @@ def fit(
                     loss=loss,
                     optimizer=fitting.optimizer,
                     grads=grads,
+                    in_flight=in_flight,
+                    disk=disk,
                     planner=planner,
                     pin=pin,
                     on_infeasible=on_infeasible,
@@ -204,6 +214,11 @@ def fit(
     return _told(plan)
 
 
+def _autocast(device: torch.device) -> str:
+    """The type to which ops on a device are cast here; empty if they are not."""
+    return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+
+
 def _told(plan: Plan) -> Plan:
     """The plan, after it was logged, by the first process only."""
     if rank() == 0:
@@ -222,10 +237,8 @@ def _check_options(**given: Any) -> None:
     if given["on_infeasible"] not in ("raise", "floor"):
         raise UsageError(f"on_infeasible must be 'raise' or 'floor', got {given['on_infeasible']!r}")
     check_in_flight(given["in_flight"])
-    if given["batches"] is not None and (given["args"] is not None or given["step"] is not None):
-        raise UsageError("pass batches= alone, without args or step=")
-    if given["batches"] is not None and not given["batches"]:
-        raise UsageError("batches= is empty; pass representative batches, the largest first")
+    if given["batches"] is not None and (given["args"] is not None or given["kwargs"] or given["step"] is not None):
+        raise UsageError("pass batches= alone, without args, kwargs or step=")
 
 
 def _by_structure(batches: list[Batch]) -> list[list[Batch]]:

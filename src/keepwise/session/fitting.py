@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
+from keepwise._errors import KeepwiseError
 from keepwise._units import show_bytes
 from keepwise.ir import Phase, Step
 from keepwise.proof.proof import Observation, Proof, proof_of_one
@@ -170,12 +171,12 @@ class Fitting:
                 self.optimizer = self.steppers.only
                 self.say("recording again, with the optimizer that the step uses")
                 traced = self._trace_once(traced.admission)
-        except RuntimeError as error:
-            if "saved tensor hooks" in str(error):
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise NotPlannedError(
                     "the step uses torch.func transforms, under which torch allows no hooks on saved tensors: nothing is dropped"
                 ) from None
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError | KeepwiseError):
                 raise
             self.steppers.restore()
             works = self._works()

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from keepwise._errors import UsageError
-from keepwise._units import show_bytes, show_number, unit_of
+from keepwise._errors import PlanMismatch, UsageError
+from keepwise._units import SIZES, show_bytes, show_number, unit_of
 from keepwise.cost import DeviceProfile, device_of
 from keepwise.ir import Phase, Schedule, Step
 from keepwise.plan.optimal import memory_price
@@ -31,7 +31,7 @@ from keepwise.session.replan import replan
 from keepwise.session.sizes import structure
 from keepwise.session.status import Status
 from keepwise.session.switch import Branch, Switch
-from keepwise.simulate import Timeline, simulate, spare_of
+from keepwise.simulate import ScheduleError, Timeline, simulate, spare_of
 
 
 class Plan:
@@ -189,18 +189,17 @@ class Plan:
         if self.status is Status.INERT:
             return f"keepwise: nothing is planned: {self.notes[0] if self.notes else self.status.value}"
         unit = unit_of(max(self.plain_peak_bytes, self.peak_bytes))
-        scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}[unit]
-        plain, peak = show_number(self.plain_peak_bytes / scale), show_number(self.peak_bytes / scale)
-        budget = self.document.budget if self.budget_bytes is None else show_number(self.budget_bytes / scale)
+        plain, peak = (show_number(n / SIZES[unit]) for n in (self.plain_peak_bytes, self.peak_bytes))
+        limit = self.budget_bytes
+        if limit is None:
+            budget = self.document.budget
+        else:
+            budget = show_number(limit / SIZES[unit]) if unit_of(limit) == unit else show_bytes(limit)
         seconds = max(self.step_seconds, 1e-12)
-        activations = [
-            s for s in self.step.saves if not self.step.storages[self.step.values[s.value].storage].category.is_static
-        ]
-        gone = {d.storage for d in self.decisions if isinstance(d, Recompute)}
-        dropped = sum(self.step.values[s.value].storage in gone for s in activations)
+        dropped = sum(isinstance(d, Recompute) for d in self.decisions)
         return (
             f"keepwise: {plain} -> {peak} {unit} (budget {budget}), +{100 * self.added_seconds / seconds:.1f} % time "
-            f"(bound +{100 * self.bound_seconds / seconds:.1f} %), {dropped} of {len(activations)} tensors dropped"
+            f"(bound +{100 * self.bound_seconds / seconds:.1f} %), {dropped} of {len(self.decisions)} tensors dropped"
         )
 
     def __str__(self) -> str:
@@ -210,11 +209,9 @@ class Plan:
         if self.schedule.why:
             lines.append(f"  planner {self.schedule.planner or '(own)'}: {self.schedule.why}")
         for title, kind in (("kept", Keep), ("replayed", Recompute), ("packed", Pack), ("offloaded", Offload)):
-            total = self._total(kind)
-            if total:
-                lines.append(
-                    f"  {title}: {show_bytes(total)} in {sum(isinstance(d, kind) for d in self.decisions)} tensors"
-                )
+            found = [d.nbytes for d in self.decisions if isinstance(d, kind)]
+            if found:
+                lines.append(f"  {title}: {show_bytes(sum(found))} in {len(found)} tensor{'s' * (len(found) > 1)}")
         if self.schedule.windows:
             seconds = max(self.step_seconds, 1e-12)
             parts = [f"replays +{100 * self.replay_seconds / seconds:.1f} %"]
@@ -378,10 +375,18 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanMismatch: the file is truncated, no plan, or of another version.
+            PlanMismatch: the file is truncated, no plan, of another version, or names an op that is not registered here.
             FileNotFoundError: there is no such file.
         """
-        return Plan(read_document(Path(path)))
+        document = read_document(Path(path))
+        try:
+            return Plan(document)
+        except ScheduleError as error:
+            raise PlanMismatch(f"{path} is a damaged plan: {error}. Write it again with plan.save") from None
+        except AttributeError as error:
+            raise PlanMismatch(
+                f"{path}: {error}. Import the package that defines it before loading the plan, or run keepwise.fit again"
+            ) from None
 
     def report(self, path: str | os.PathLike[str], *, force: bool = True) -> None:
         """Write the report as one HTML page that needs no network.
@@ -393,7 +398,7 @@ class Plan:
 
         target = Path(path)
         if target.exists() and not force:
-            raise UsageError(f"{target} exists; add --force to overwrite it")
+            raise UsageError(f"{target} exists; pass force=True to overwrite it")
         report = build_report(self, plain=simulate(self.step), title=self.document.fingerprint.model)
         target.write_text(render_html(report), encoding="utf-8")
 

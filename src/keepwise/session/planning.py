@@ -13,7 +13,7 @@ from keepwise.ir import Schedule, Step
 from keepwise.ir.packing import with_packing
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
-from keepwise.session.advice import binding_moment, infeasible_message
+from keepwise.session.advice import binding_moment, infeasible_message, named_message
 from keepwise.session.forced import plan_forced
 from keepwise.session.status import Status
 from keepwise.simulate import ScheduleError, Timeline, simulate
@@ -91,7 +91,7 @@ def plan_schedule(
         forced: storages that the user wants recomputed (`pin=`).
 
     Raises:
-        InfeasibleBudget: no plan fits and `on_infeasible` is `"raise"`.
+        InfeasibleBudget: no plan fits, or the named planner's does not, and `on_infeasible` is `"raise"`.
         UsageError: no such planner, or the user's planner returned an illegal schedule, or `forced` cannot be recomputed.
     """
     plain = simulate(step)
@@ -107,7 +107,18 @@ def plan_schedule(
             progress=progress,
         )
     if planner != "auto":
-        return _named(step, budget_bytes, planner, plain)
+        found = _named(step, budget_bytes, planner, plain)
+        if found.status is not Status.INFEASIBLE:
+            return found
+        if want_floor:
+            return dataclasses.replace(found, status=Status.FEASIBLE)
+        assert budget_bytes is not None
+        text = named_message(
+            planner if isinstance(planner, str) else type(planner).__name__, budget_bytes, found.timeline
+        )
+        if on_infeasible == "raise":
+            raise InfeasibleBudget(text, floor_bytes=found.timeline.peak_bytes, binding=binding_moment(found.timeline))
+        return dataclasses.replace(found, notes=(text,))
     try:
         return _optimal(
             step, budget_bytes, plain, on_infeasible=on_infeasible, want_floor=want_floor, progress=progress

@@ -21,13 +21,18 @@ class Arena:
     """Room for bytes outside of memory."""
 
     def __init__(self) -> None:
-        self.folder: str | None = None
-        """Where the file is made; None: the system's temporary folder."""
+        self._wanted: str | None = None
+        self._folder: str | None = None
+        """Where the file is."""
         self._lock = threading.RLock()  # a copy can be collected, and released, at any allocation inside `write`
         self._handle = -1
         self._owner = -1
         self._end = 0
         self._num_copies = 0
+
+    def use(self, folder: str | None) -> None:
+        """Make the file in `folder` (None: the system's temporary folder), from the next time on that no copy is in it."""
+        self._wanted = folder
 
     def write(self, storage: torch.UntypedStorage) -> int | None:
         """Append the bytes of a CPU storage.
@@ -37,13 +42,17 @@ class Arena:
         """
         view = bytes_at(storage, storage.nbytes())
         with self._lock:
-            if self._owner != os.getpid():  # the first use, or a fork: the parent's file is not ours
+            is_ours = self._owner == os.getpid()  # else the first use, or a fork: the parent's file is not ours
+            if not is_ours or (self._folder != self._wanted and not self._num_copies):
                 try:
-                    handle, name = tempfile.mkstemp(prefix="keepwise-", dir=self.folder)
+                    handle, name = tempfile.mkstemp(prefix="keepwise-", dir=self._wanted)
                 except OSError:
                     return None
                 os.unlink(name)
-                self._handle, self._owner, self._end, self._num_copies = handle, os.getpid(), 0, 0
+                if is_ours:
+                    os.close(self._handle)
+                self._folder, self._handle, self._owner = self._wanted, handle, os.getpid()
+                self._end = self._num_copies = 0
             self._num_copies += 1  # before anything else: what is released meanwhile must not cut the file
             place = self._end
             self._end += len(view)

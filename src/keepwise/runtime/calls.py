@@ -172,13 +172,13 @@ def skeleton(
     return new_args, new_kwargs, places
 
 
-def target_name(func: torch._ops.OpOverload) -> str:
-    """`aten.mm.default`"""
-    return str(func)
+def target_name(func: Any) -> str:
+    """`aten.mm.default`, `higher_order.cond`: what `resolve` finds."""
+    return str(func) if isinstance(func, torch._ops.OpOverload) else f"{func.namespace}.{func.name()}"
 
 
-def resolve(target: str) -> torch._ops.OpOverload:
-    """The op overload called `target`.
+def resolve(target: str) -> Any:
+    """The op overload or higher-order operator called `target`.
 
     Raises:
         AttributeError: no such op is registered in this process.

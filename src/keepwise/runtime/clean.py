@@ -59,9 +59,9 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
-def is_random(func: torch._ops.OpOverload) -> bool:
-    """Whether the schema's tags say that the op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+def is_random(func: Any) -> bool:
+    """Whether the schema's tags say that the op draws random numbers; False for whatever has no schema."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def takes_generator(func: torch._ops.OpOverload) -> bool:

@@ -88,6 +88,8 @@ use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 @functools.cache
 def out_form(func: Any) -> Any:
     """The overload that is `func` with an `out=` argument, if it is on the lists; else None."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
     name = func._schema.name.removeprefix("aten::")
     if use_count is None or name not in POINTWISE | MATRIX | ALIKE or func._schema.is_mutable:
         return None

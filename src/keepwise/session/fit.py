@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from keepwise._errors import UsageError
+from keepwise._errors import KeepwiseError, UsageError
 from keepwise._rank import logger, rank
 from keepwise._units import show_bytes
 from keepwise.ir import Phase, Schedule, Step
@@ -146,6 +146,11 @@ def fit(
     batch = all_batches[0]
     if os.environ.get("KEEPWISE") == "0":
         return _inert(model, "KEEPWISE=0 is set: the model runs as it is")
+    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise UsageError(
+            f"{lazy[0]} has no shape yet: run the model once on a batch, so that its lazy modules know theirs"
+        )
     device = check_devices(model, batch if step is None else None)
     if not any(p.requires_grad for p in model.parameters()) and step is None and loss is None:
         raise UsageError(
@@ -190,13 +195,13 @@ def fit(
                 made_optimizer = steppers.only
                 say("recording again, with the optimizer that the step uses")
                 traced = tracing(traced.admission)
-        except RuntimeError as error:
-            if "saved tensor hooks" in str(error):
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 return _inert(
                     model,
                     "the step uses torch.func transforms, under which torch allows no hooks on saved tensors: nothing is dropped",
                 )
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError | KeepwiseError):
                 raise
             steppers.restore()
             if not _works(model, run, batch, made_optimizer):

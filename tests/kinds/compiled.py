@@ -157,3 +157,22 @@ class _GivenUp(_Inner):
 )
 def compiled_function_given_up() -> Case:
     return case(nn.Sequential(_GivenUp(), _GivenUp()), torch.randn(4, 8))
+
+
+class _Branching(_Inner):
+    """One of two branches, chosen by data in an operator that has a graph of its own for each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h = torch.cond(h.sum() > 0, lambda z: torch.tanh(z), lambda z: torch.sin(z), (h,))
+        return self.b(h)
+
+
+@PROGRAMS.add(
+    "a tracer that makes the graph of a branch's backward must see what is saved come back",
+    opaque=True,
+    heavy=True,
+    slow=True,
+)
+def operator_with_branches() -> Case:
+    return case(nn.Sequential(_Branching(), _Branching()), torch.randn(4, 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -412,3 +412,55 @@ def switches_inside() -> Case:
                 torch.set_float32_matmul_precision(before)
 
     return case(Stack(Switching), torch.randn(4, 8))
+
+
+class _Fused(torch.autograd.Function):
+    """Adds the gradient of a weight to an attribute of it, found at the saved tensor, and asks whose it is."""
+
+    names: ClassVar[dict[torch.Tensor, str]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, table: Any) -> torch.Tensor:
+        _Fused.names[weight] = "weight"
+        ctx.save_for_backward(x, weight, table)
+        return x @ weight.t() * table
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, table = ctx.saved_tensors
+        assert _Fused.names[weight] == "weight"
+        assert type(weight) is nn.Parameter
+        sums: Any = weight
+        sums.main_grad.add_((grads[0] * table).t() @ x)
+        return grads[0] * table @ weight * table.factor, None, None
+
+
+@AUTOGRAD.add(
+    "a Function finds a saved weight by what it is, and by what people put on it",
+    observe=lambda model: {"sums": [layer.weight.main_grad for layer in model.layers]},
+    python_state=True,
+)
+def saved_weight_is_itself() -> Case:
+    class Layer(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+            self.weight.main_grad = torch.zeros(8, 8)  # type: ignore[attr-defined]
+            self.register_buffer("table", torch.rand(8))
+            self.table.factor = 0.5
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.tanh(_Fused.apply(x, self.weight, self.table))
+
+    class Net(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.layers = nn.Linear(8, 8), nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.inp(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    return case(Net(), torch.randn(4, 8))

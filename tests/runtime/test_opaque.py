@@ -132,7 +132,7 @@ def test_a_higher_order_operator_that_was_not_recorded_is_let_through() -> None:
 def test_a_recorded_higher_order_operator_is_kept_and_runs_once(tmp_path: Path) -> None:
     model, x = made(lambda: Custom(lambda h: mapped(torch.exp, h))), batch(3, 4)
     plan = fit(model, x, verify=True)
-    assert "keepwise_tests_mapped" in [op.target for op in plan.step.ops]
+    assert "higher_order.keepwise_tests_mapped" in [op.target for op in plan.step.ops]
     twice(plan, lambda: step(model, x))
     plan.remove()
     plan.save(tmp_path / "plan.json")

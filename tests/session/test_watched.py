@@ -199,3 +199,41 @@ def test_what_is_cast_in_a_step_is_cast_in_the_proof() -> None:
         plan = keepwise.fit(Model(lambda h: h), (x,), loss=loss, **EVERYTHING)
     assert plan.proof is not None
     assert plan.proof.num_replays_compared == sum(type(d).__name__ == "Recompute" for d in plan.decisions) > 0
+
+
+class Marked(torch.autograd.Function):
+    """Reads in backward what forward's caller put on the tensor that is saved; under hooks of any kind that is another object."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos() * x.factor
+
+
+def test_any_error_that_only_a_watched_step_has() -> None:
+    def marked(h: torch.Tensor) -> torch.Tensor:
+        h = h * 2
+        h.factor = 3.0  # type: ignore[attr-defined]
+        return Marked.apply(h)  # type: ignore[no-any-return]
+
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    plain = step(Model(marked), x)
+    model = Model(marked)
+    plan = keepwise.fit(model, (x,), loss=loss, **EVERYTHING)
+    assert plan.status is Status.INERT
+    assert "factor" in str(plan)
+    assert plan.explain() == str(plan)
+    assert equal(plain, step(model, x))
+
+
+def test_layers_that_have_no_shape_yet() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    with pytest.raises(keepwise.KeepwiseError, match=r"0\.weight has no shape yet: run the model once"):
+        keepwise.fit(model, (torch.randn(2, 3),), loss=loss, **EVERYTHING)
+    model(torch.randn(2, 3))
+    keepwise.fit(model, (torch.randn(2, 3),), loss=loss, **EVERYTHING)

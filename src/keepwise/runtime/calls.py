@@ -173,15 +173,20 @@ def skeleton(
     return new_args, new_kwargs, places
 
 
+def target_name(func: Any) -> str:
+    """`aten.mm.default`, `higher_order.cond`: what `resolve` finds."""
+    return str(func) if isinstance(func, torch._ops.OpOverload) else f"{func.namespace}.{func.name()}"
+
+
 def resolve(target: str) -> Any:
-    """The op overload, or the higher-order operator, whose `str` is `target`.
+    """The op overload, or the higher-order operator, called `target`.
 
     Raises:
         AttributeError: no such op is registered in this process.
     """
     found = None
     with contextlib.suppress(AttributeError):
-        found = operator.attrgetter(target)(torch.ops if "." in target else torch.ops.higher_order)
+        found = operator.attrgetter(target)(torch.ops)
     if not isinstance(found, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         raise AttributeError(f"no op {target!r} is registered in this process")
     return found

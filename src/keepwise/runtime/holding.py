@@ -7,6 +7,8 @@ Notes:
    `Tensor.detach` shares it in the `ADInplaceOrView` kernel, which is switched off inside a dispatch mode: `alias` puts it back.
 3. A dropped tensor is not held, its version counter is: by an alias whose storage was exchanged for an empty one.
 4. None of this may reach the user's modes, of either kind.
+5. A tracer that runs below us (the branches of `torch.cond`, a compiler) must see what it saves come back: it follows tensors from op to
+   op, and takes one that no op made for a constant.
 """
 
 from __future__ import annotations
@@ -147,3 +149,16 @@ class ForeignSave:
     def unpack(self) -> Tensor:
         """What the user's unpack hook returns."""
         return self.foreign_unpack(self.packed)
+
+
+class TracedSave:
+    """A saved tensor of a graph that a tracer is making (note 5)."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    def unpack(self) -> Tensor:
+        """The tensor."""
+        return self.tensor

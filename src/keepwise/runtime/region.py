@@ -100,7 +100,7 @@ class Region(Watch):
         if _graph_task() != -1 and not torch.is_grad_enabled():
             return False
         # note 3
-        return self.policy is None or func._schema.is_mutable or not self.policy(func, *args, **kwargs)
+        return self.policy is None or mutates(func) or not self.policy(func, *args, **kwargs)
 
     def _before_write(self, tensors: list[Tensor]) -> None:
         """Notes 4 and 5."""

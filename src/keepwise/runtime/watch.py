@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
-from keepwise.runtime import aside
-from keepwise.runtime.calls import is_shadow, storage_key, tensors_out
+from keepwise.runtime import aside, originals
+from keepwise.runtime.calls import in_shadow, is_shadow, storage_key, tensors_out
 from keepwise.runtime.geometry import Geometry
-from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias_in_pack
+from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, TracedSave, alias_in_pack
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
 from keepwise.runtime.replay import DroppedSave
 from keepwise.runtime.stats import StepStats
@@ -64,6 +64,7 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         aside.install()
+        originals.install()
         self.foreign = innermost_hooks()
         self.passes_on = _clones_before_writes(self.foreign)
         push(self.pack, unpack)
@@ -169,6 +170,8 @@ class Watch(TorchDispatchMode):
 
     def keep(self, t: Tensor) -> Any:
         """Hold a saved tensor as plain autograd would."""
+        if in_shadow():
+            return TracedSave(t)
         foreign = self.foreign
         if foreign is None:
             return KeptSave(t, self.namer)
@@ -216,7 +219,7 @@ def of_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @unseen
-def unpack(saved: KeptSave | DroppedSave | ForeignSave) -> Tensor:
+def unpack(saved: KeptSave | DroppedSave | ForeignSave | TracedSave) -> Tensor:
     """Hook: the saved tensor again."""
     if type(saved) is ForeignSave:
         return saved.unpack()

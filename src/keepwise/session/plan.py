@@ -246,6 +246,8 @@ class Plan:
         Raises:
             UsageError: the step has no tensor there.
         """
+        if self.status is Status.INERT:
+            return str(self)
         found = [d for d in self.decisions if _under(d.path, path)]
         if not found:
             known = sorted({d.path for d in self.decisions if d.path})

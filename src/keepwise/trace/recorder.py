@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
-from keepwise.runtime.calls import in_shadow, tensors_in, tensors_out
+from keepwise.runtime.calls import in_shadow, target_name, tensors_in, tensors_out
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.watch import of_subclass
 from keepwise.trace.admission import Admission, Effects, schema_effects
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[OpDraft, list[Tensor], Incarnations]:
         index = len(self.ops)
         tensors = tensors_in(args, kwargs)
-        op = OpDraft(target=str(func), phase=self._phase(), signature=signature_of(func, args, kwargs))
+        op = OpDraft(target=target_name(func), phase=self._phase(), signature=signature_of(func, args, kwargs))
         self._place(op, index)
         op.inputs = [self.table.read(t) for t in tensors]
         incarnations: Incarnations = [self.table.find(t) for t in tensors]

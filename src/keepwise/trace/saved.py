@@ -27,6 +27,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import NO_OP
+from keepwise.runtime import originals
+from keepwise.runtime.calls import in_shadow
+from keepwise.runtime.holding import TracedSave
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
 from keepwise.runtime.packing import packed_price
 from keepwise.runtime.unseen import unseen
@@ -133,8 +136,10 @@ class SavedTensors:
     # ------------------------------------------------------------------ hooks
 
     @unseen
-    def pack(self, t: Tensor) -> Saved:
+    def pack(self, t: Tensor) -> Saved | TracedSave:
         """Hook: copy the tensor away and let autograd hold a handle."""
+        if in_shadow():
+            return TracedSave(t)
         with self._table.clock_stops(), torch._C.DisableTorchFunction():
             table = self._table
             value = table.read(t)
@@ -166,8 +171,10 @@ class SavedTensors:
             return saved
 
     @unseen
-    def unpack(self, saved: Saved) -> Tensor:
+    def unpack(self, saved: Saved | TracedSave) -> Tensor:
         """Hook: the saved tensor again."""
+        if isinstance(saved, TracedSave):
+            return saved.unpack()
         with self._table.clock_stops(), torch._C.DisableTorchFunction():
             save = self.saves[saved.index]
             if threading.get_ident() != self._thread:
@@ -261,6 +268,7 @@ class SavedTensors:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Be the hooks of this thread; note 4."""
+        originals.install()
         disable, enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
         aside = False
 

@@ -125,9 +125,9 @@ def compare(
             allocator_bytes=0,
             resident_bytes=0,
             predicted_bytes=above,
-            predicted_ratio=1 + (plan.replay_seconds + plan.watching_seconds - plan.saved_seconds) / plan.step_seconds,
+            predicted_ratio=1 + (plan.replay_seconds + plan.overhead_seconds - plan.saved_seconds) / plan.step_seconds,
             bound_ratio=1
-            + (plan.document.bound_seconds + plan.watching_seconds - plan.saved_seconds) / plan.step_seconds,
+            + (plan.document.bound_seconds + plan.overhead_seconds - plan.saved_seconds) / plan.step_seconds,
             gap=plan.gap,
             fit_seconds=seconds,
         )

@@ -6,31 +6,39 @@ import pytest
 import torch
 
 import keepwise
-from keepwise.session.overheads import priced_by_replays, watching_seconds_an_op
+from keepwise.session.overheads import memory_seconds, priced_by_replays, watching_seconds
 from tests.session.models import loss, stack
 
 
 def test_the_parts_make_the_whole() -> None:
     model, x = stack()
     plan = keepwise.fit(model, x, loss=loss, budget="0.6x")
-    assert plan.watching_seconds == pytest.approx(plan.num_forward_ops * watching_seconds_an_op())
+    assert plan.overhead_seconds >= plan.num_forward_ops * watching_seconds() > 0
     assert plan.added_seconds == pytest.approx(
-        max(plan.replay_seconds + plan.watching_seconds - plan.saved_seconds, 0.0)
+        max(plan.replay_seconds + plan.overhead_seconds - plan.saved_seconds, 0.0)
     )
     assert plan.bound_seconds <= plan.added_seconds
     text = str(plan)
     assert "replays +" in text
-    assert "watching +" in text
+    assert "watching and giving memory back +" in text
+
+
+def test_memory_is_not_cheaper_new_than_old() -> None:
+    for nbytes in (1, 1 << 16, 1 << 24, 1 << 40):
+        touched, returned = memory_seconds(nbytes)
+        assert touched >= 0
+        assert returned > 0
+        assert (touched + returned) * min(nbytes, 1 << 25) < 1.0
 
 
 def test_watching_takes_microseconds_an_op() -> None:
-    assert 1e-6 < watching_seconds_an_op() < 2e-3
+    assert 1e-6 < watching_seconds() < 2e-3
 
 
 def test_a_plan_that_drops_nothing_adds_nothing() -> None:
     model, x = stack()
     plan = keepwise.fit(model, x, loss=loss, budget="max")
-    assert plan.watching_seconds == plan.replay_seconds == plan.added_seconds == 0.0
+    assert plan.overhead_seconds == plan.replay_seconds == plan.added_seconds == 0.0
 
 
 def test_replays_are_priced_by_what_they_took() -> None:

@@ -50,7 +50,7 @@ def test_prices_of_another_machine() -> None:
     plan = first.replan("0.5x", device="h100")
     replayed = [plan.step.ops[o] for w in plan.schedule.windows for o in w.ops]
     assert plan.replay_seconds == pytest.approx(sum(op_seconds(plan.step, op, DEVICES["h100"]) for op in replayed))
-    assert plan.saved_seconds == plan.watching_seconds == 0.0
+    assert plan.saved_seconds == plan.overhead_seconds == 0.0
     assert "H100" in plan.notes[-1]
     assert first.replan("50%", device=DEVICES["t4"]).budget_bytes == DEVICES["t4"].memory_bytes // 2
     assert first.replan("auto", device="t4").budget_bytes == DEVICES["t4"].usable_bytes

@@ -38,8 +38,8 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     """Dual bound on `added_seconds`."""
     saved_seconds: float = 0.0
     """What writing results into dead memory saves."""
-    watching_seconds: float = 0.0
-    """What the guard and the hooks take."""
+    overhead_seconds: float = 0.0
+    """What the guard, the hooks, and giving memory back twice take."""
     restarts: bool
     """Whether the recorded step begins with the model's forward (else with the user's own step)."""
     scales: bool = False

@@ -34,7 +34,7 @@ from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
-from keepwise.session.overheads import priced_by_replays, saved_seconds, watching_seconds
+from keepwise.session.overheads import overhead_seconds, priced_by_replays, saved_seconds
 from keepwise.session.pins import apply_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, plan_step
@@ -278,7 +278,7 @@ class Fitting:
             added_seconds=planned.timeline.added_seconds,
             bound_seconds=planned.bound_seconds,
             saved_seconds=saved_seconds(planned.timeline),
-            watching_seconds=watching_seconds(planned.timeline),
+            overhead_seconds=overhead_seconds(planned.timeline),
             restarts=self.step is None,
             scales=self.step is None and self.planner == "auto" and scales,
             batch_key=self.shapes[0],

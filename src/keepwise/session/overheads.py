@@ -1,13 +1,14 @@
-"""What a planned step costs and gains besides the prices of its replays.
+"""What a planned step costs and gains besides its replays.
 
 Notes:
 1. Memory that is touched for the first time is slow. On the CPU the allocator gives large memory back to the system and asks for it again,
    page by page (with the settings of glibc that most processes have: above 32 MiB always, below it depends on what was freed before).
    A plan writes results into dead memory instead. What that saves is measured here and now, at the size that matters.
    Only forward counts: what replays save of it is in their measured times.
-2. The guard and the hooks take some microseconds an op, on the processor that starts the ops. On a device that works for itself they are
+2. What is dropped is given back to the system in forward, and once more after its replay.
+3. The guard and the hooks take some microseconds an op, on the processor that starts the ops. On a device that works for itself they are
    hidden behind it.
-3. An op's price was taken with its arguments in the caches and new memory for its result; in a replay it is the other way round, and
+4. An op's price was taken with its arguments in the caches and new memory for its result; in a replay it is the other way round, and
    captured calls are not free. So the prices are scaled by what the replays took in the step that proved the plan. All by the
    same factor: the plan would be the same.
 """
@@ -18,6 +19,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -33,18 +35,46 @@ from keepwise.trace import record
 from keepwise.trace.quiet import quiet
 
 ROUNDS = 7
-CHAIN = 60
+CHAIN = 40
 """Pairs of ops in the chain that watching is timed on."""
+CHAIN_NUMEL = 1 << 16
+"""Elements of its tensors."""
 MOST_BYTES = 32 << 20
+
+
+class MemorySeconds(NamedTuple):
+    """What an allocation costs, in seconds a byte."""
+
+    touched: float
+    """By how much writing into new memory takes longer than into old one."""
+    returned: float
+    """Letting go of it."""
 
 
 def saved_seconds(timeline: Timeline) -> float:
     """Seconds of a step that writing results into dead memory saves, predicted (note 1)."""
-    step = timeline.step
-    if timeline.schedule is None or not timeline.schedule.windows or torch.device(step.device).type != "cpu":
+    if not _applies(timeline):
         return 0.0
     nbytes = recycled_bytes(timeline, spare_of(timeline), _writes_into)
-    return nbytes * first_touch_seconds(_typical_bytes(step)) if nbytes else 0.0
+    return nbytes * sum(memory_seconds(_typical_bytes(timeline.step))) if nbytes else 0.0
+
+
+def overhead_seconds(timeline: Timeline) -> float:
+    """Seconds that a planned step takes besides its replays, predicted: notes 2 and 3."""
+    if not _applies(timeline):
+        return 0.0
+    step, schedule = timeline.step, timeline.schedule
+    assert schedule is not None
+    sizes = [step.storages[s].nbytes for w in schedule.windows for s in w.retain]
+    again = sum(n for n in sizes if n >= spare.MIN_BYTES)
+    watching = sum(op.phase == Phase.FORWARD for op in step.ops) * watching_seconds()
+    return watching + again * memory_seconds(_typical_bytes(step)).returned
+
+
+def _applies(timeline: Timeline) -> bool:
+    """Whether there is a plan whose memory and guard cost time of their own."""
+    schedule = timeline.schedule
+    return schedule is not None and bool(schedule.windows) and torch.device(timeline.step.device).type == "cpu"
 
 
 def _writes_into(target: str) -> bool:
@@ -62,16 +92,16 @@ def _typical_bytes(step: Step) -> int:
     return spare.MIN_BYTES
 
 
-def first_touch_seconds(nbytes: int) -> float:
-    """Seconds a byte by which writing into a new allocation of that size takes longer than into an old one."""
-    nbytes = min(nbytes, MOST_BYTES)
+def memory_seconds(nbytes: int) -> MemorySeconds:
+    """What an allocation of that size costs here and now; medians."""
+    nbytes = max(min(nbytes, MOST_BYTES), 1)
 
     def fill(t: torch.Tensor) -> float:
         began = time.perf_counter()
         t.fill_(0)
         return time.perf_counter() - began
 
-    new, old = [], []
+    new, old, gone = [], [], []
     with torch.no_grad():
         for _ in range(ROUNDS):
             began = time.perf_counter()
@@ -81,24 +111,17 @@ def first_touch_seconds(nbytes: int) -> float:
             old.append(fill(t))
             began = time.perf_counter()
             del t
-            new[-1] += time.perf_counter() - began
-    return max(statistics.median(new) - statistics.median(old), 0.0) / nbytes
-
-
-def watching_seconds(timeline: Timeline) -> float:
-    """Seconds of a step that the guard and the hooks take, predicted (note 2)."""
-    step = timeline.step
-    if timeline.schedule is None or not timeline.schedule.windows or torch.device(step.device).type != "cpu":
-        return 0.0
-    return sum(op.phase == Phase.FORWARD for op in step.ops) * watching_seconds_an_op()
+            gone.append(time.perf_counter() - began)
+    touched = max(statistics.median(new) - statistics.median(old), 0.0)
+    return MemorySeconds(touched / nbytes, statistics.median(gone) / nbytes)
 
 
 @functools.cache
-def watching_seconds_an_op() -> float:
+def watching_seconds() -> float:
     """What watching adds to an op of forward, with the tensors that it saves and their way back in backward; measured once.
 
-    On a chain of ops on single numbers, three saved tensors for two ops; the fastest of a few steps each, as other work only slows
-    them down.
+    On a chain of ops, three saved tensors for two ops; the fastest of a few steps each, as other work only slows them down. The tensors
+    are as large as a processor's inner caches, which they push our code out of, as those of real steps do.
     """
 
     def chain() -> torch.Tensor:
@@ -113,11 +136,12 @@ def watching_seconds_an_op() -> float:
         return time.perf_counter() - began
 
     def watched() -> torch.Tensor:
-        with Guard(program, StepStats(), None):
+        with Guard(program, StepStats(), None) as guard:
+            guard.recycler = None
             return chain()
 
     with quiet(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        w = torch.ones(1, dtype=torch.float32, device="cpu", requires_grad=True)
+        w = torch.ones(CHAIN_NUMEL, dtype=torch.float32, device="cpu", requires_grad=True)
         step = record(lambda: chain().backward(), model=None, inputs=(w,), spill=False, device="cpu").step
         program = compile_program(step, Schedule(planner="none"))
         plain, seen = zip(*((seconds(chain), seconds(watched)) for _ in range(ROUNDS)), strict=True)
@@ -125,7 +149,7 @@ def watching_seconds_an_op() -> float:
 
 
 def priced_by_replays(step: Step, priced: float, measured: float) -> Step:
-    """The step with all prices scaled so that the replays of a plan cost what they took (note 3).
+    """The step with all prices scaled so that the replays of a plan cost what they took (note 4).
 
     Args:
         step: the recorded step.

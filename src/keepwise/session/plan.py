@@ -101,8 +101,8 @@ class Plan:
 
     @property
     def added_seconds(self) -> float:
-        """Predicted seconds that the plan adds to a step: `replay_seconds` + `watching_seconds` - `saved_seconds`, at least 0."""
-        return max(self.replay_seconds + self.watching_seconds - self.saved_seconds, 0.0)
+        """Predicted seconds that the plan adds to a step: `replay_seconds` + `overhead_seconds` - `saved_seconds`, at least 0."""
+        return max(self.replay_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
 
     @property
     def replay_seconds(self) -> float:
@@ -115,9 +115,11 @@ class Plan:
         return self.document.saved_seconds
 
     @property
-    def watching_seconds(self) -> float:
-        """Predicted seconds that the op guard and the hooks on saved tensors take; 0 where a device hides them."""
-        return self.document.watching_seconds
+    def overhead_seconds(self) -> float:
+        """Predicted seconds that a planned step takes besides its replays: the op guard, the hooks on saved tensors, and memory that is
+        given back to the system twice; 0 where a device hides them.
+        """
+        return self.document.overhead_seconds
 
     @property
     def step_seconds(self) -> float:
@@ -127,7 +129,7 @@ class Plan:
     @property
     def bound_seconds(self) -> float:
         """Dual bound on `replay_seconds` within the family of windows that was searched, put in its place in `added_seconds`."""
-        return max(self.document.bound_seconds + self.watching_seconds - self.saved_seconds, 0.0)
+        return max(self.document.bound_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
 
     @property
     def gap(self) -> float:
@@ -215,8 +217,8 @@ class Plan:
         if self.schedule.windows:
             seconds = max(self.step_seconds, 1e-12)
             parts = [f"replays +{100 * self.replay_seconds / seconds:.1f} %"]
-            if self.watching_seconds:
-                parts.append(f"watching +{100 * self.watching_seconds / seconds:.1f} %")
+            if self.overhead_seconds:
+                parts.append(f"watching and giving memory back +{100 * self.overhead_seconds / seconds:.1f} %")
             if self.saved_seconds:
                 parts.append(f"memory used again -{100 * self.saved_seconds / seconds:.1f} %")
             lines.append(f"  time: {', '.join(parts)}")

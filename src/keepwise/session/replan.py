@@ -13,7 +13,7 @@ from keepwise.cost import DeviceProfile, on_device
 from keepwise.session.budget import parse_budget
 from keepwise.session.device import auto_budget, device_bytes
 from keepwise.session.document import PlanDocument
-from keepwise.session.overheads import saved_seconds, watching_seconds
+from keepwise.session.overheads import overhead_seconds, saved_seconds
 from keepwise.session.planning import plan_step
 from keepwise.session.status import Status
 from keepwise.simulate import simulate
@@ -80,7 +80,7 @@ def replan(
         added_seconds=planned.timeline.added_seconds,
         bound_seconds=planned.bound_seconds,
         saved_seconds=saved_seconds(planned.timeline) if device is None else 0.0,
-        watching_seconds=watching_seconds(planned.timeline) if device is None else 0.0,
+        overhead_seconds=overhead_seconds(planned.timeline) if device is None else 0.0,
         scales=document.restarts and planner == "auto",
         notes=(*document.notes, *(n for n in (note, *planned.notes) if n not in document.notes)),
         variants=tuple(

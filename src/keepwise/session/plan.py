@@ -116,8 +116,9 @@ class Plan:
 
     @property
     def overhead_seconds(self) -> float:
-        """Predicted seconds that a planned step takes besides its replays: the op guard, the hooks on saved tensors, and memory that is
-        given back to the system twice; 0 where a device hides them.
+        """Predicted seconds that a planned step takes besides its replays; 0 where a device hides them.
+
+        That is the op guard, the hooks on saved tensors, and memory that is given back to the system twice.
         """
         return self.document.overhead_seconds
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.steps.builder import StepBuilder, Tensor, check_step, msgspec_replace
-from tests.steps.families import accumulated, chain, gpt_like, in_place_stream, read_twice, unet_like
+from tests.steps.families import accumulated, chain, gpt_like, in_place_stream, moe_like, read_twice, unet_like
 from tests.steps.random import random_steps
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "check_step",
     "gpt_like",
     "in_place_stream",
+    "moe_like",
     "msgspec_replace",
     "random_steps",
     "read_twice",

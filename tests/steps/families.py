@@ -55,6 +55,28 @@ def gpt_like(
     return check_step(b.build(loss, optimizer=optimizer))
 
 
+def moe_like(blocks: int, experts: int, *, width: int = 64) -> Step:
+    """Blocks of a norm, a router and experts, one after the other, that add to one tensor in place; `width` bytes a residual tensor."""
+    b = StepBuilder()
+    x = b.one(b.input(width), b.parameter(4), size=width, seconds=0.1)
+    for _ in range(blocks):
+        norm = b.one(x, b.parameter(4), size=width, save=[x], seconds=0.7, target="aten.mul.Tensor")
+        normed = b.one(norm, b.parameter(4), size=width, save=[norm], seconds=0.5, target="aten.mul.Tensor")
+        routes = b.one(normed, b.parameter(4), size=1, save=[normed], save_outputs=(0,), seconds=0.1)
+        total = b.one(normed, size=width, seconds=0.1, target="aten.zeros_like.default")
+        for e in range(experts):
+            w = width * (e + 2) // (2 * experts)
+            taken = b.one(normed, routes, size=w, save=[routes], seconds=0.1 * (e + 1), target="aten.index.Tensor")
+            wide = b.one(taken, b.parameter(4), size=4 * w, save=[taken], seconds=3.0 + e)
+            gate = b.one(wide, size=2 * w, save=[wide], seconds=0.2, target="aten.silu.default")
+            hidden = b.one(gate, wide, size=2 * w, save=[gate, wide], seconds=0.2, target="aten.mul.Tensor")
+            out = b.one(hidden, b.parameter(4), size=w, save=[hidden], seconds=1.5 + e)
+            scaled = b.one(out, routes, size=w, save=[out, routes], seconds=0.1, target="aten.mul.Tensor")
+            total = b.write(total, scaled, routes, seconds=0.1)
+        x = b.one(x, total, size=width, seconds=0.2, target="aten.add.Tensor")
+    return check_step(b.build(b.one(x, size=4, save=[x])))
+
+
 def _gpt_block(b: StepBuilder, x: Tensor, w: int, path: str, *, dropout: bool) -> Tensor:
     def norm(y: Tensor, name: str) -> Tensor:
         out, _ = b.op(

@@ -22,6 +22,9 @@ TARGET_OPS = 60
 TARGET_SAVES = 14
 """Pieces save about as many storages at most, where the graph allows."""
 
+MIN_SAVES = 3
+"""What a second look cuts off saves at least as many."""
+
 MAX_JOINED_SAVES = 12
 """Pieces that save more together are not joined: their menu would take longer than it is worth."""
 
@@ -60,6 +63,7 @@ def find_pieces(graph: Graph, forward: Sequence[int]) -> tuple[list[Piece], froz
     life = _lifetimes(graph, forward)
     births = _births(graph, life)
     cuts, wide = _cuts(graph, life, births, len(forward))
+    cuts = _refined(graph, life, births, len(forward), cuts, wide)
 
     def is_small(a: int, b: int) -> bool:
         return b - a <= 2 * TARGET_OPS and sum(a <= at < b for at in births) <= MAX_JOINED_SAVES
@@ -119,6 +123,31 @@ def _cuts(graph: Graph, life: _Life, births: Sequence[int], size: int) -> tuple[
             if lowest <= 1.0:
                 return best
     return best
+
+
+def _refined(
+    graph: Graph, life: _Life, births: Sequence[int], size: int, cuts: list[Cut], wide: frozenset[int]
+) -> list[Cut]:
+    """Pieces that are still large cut once more each, where what crosses is saved, or tiny; the others' cuts stay as they are."""
+    total = sum(graph.nbytes[s] for s in life.first if graph.reads[s])
+    tiny = {s for s in life.first if graph.nbytes[s] <= SMALL_SHARE * total / 10}
+    found = list(cuts)
+    narrow: list[Cut] | None = None
+    for (a, _), b in zip(cuts, [*(at for at, _ in cuts[1:]), size], strict=True):
+        if _weight(births, a, b) <= 1.0:
+            continue
+        narrow = narrow if narrow is not None else _narrow(graph, life, size, wide, tiny, 1)
+        inside = [
+            (max(_weight(births, a, at), _weight(births, at, b)), at, crossing)
+            for at, crossing in narrow
+            if min(sum(a <= n < at for n in births), sum(at <= n < b for n in births)) >= MIN_SAVES
+            and any(s not in tiny for s in crossing)
+            and all(graph.reads[s] or s in tiny for s in crossing)
+        ]
+        if inside:
+            _, at, crossing = min(inside)
+            found.append((at, crossing))
+    return sorted(found)
 
 
 def _halved(limit: int) -> Iterator[int]:

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepwise.plan.optimal.menu import dominant
-from keepwise.plan.optimal.options import Option, Partition, StageProblem
+from keepwise.plan.optimal.options import Choice, Option, Partition, StageProblem
 
 SMALL_SHARE = 0.004
 """Share of a stage's bytes that storages may have together to count as small."""
@@ -46,6 +46,9 @@ MAX_BOUNDS = 400
 
 MAX_CHUNK = 1 << 22
 """Numbers that are compared at once."""
+
+MAX_STEPS = 1 << 15
+"""Numbers of one step of the shortest paths."""
 
 Sets = npt.NDArray[np.bool_]
 Vector = npt.NDArray[np.float64]
@@ -73,20 +76,28 @@ class _Relation:
     makers: tuple[int, ...]
 
 
+def small_storages(problem: StageProblem, most: int | None = None) -> list[int]:
+    """A stage's own storages that are small together, smallest first; more of them where more than `most` would be left."""
+    order = sorted(problem.own, key=problem.bytes_of, reverse=True)
+    total = sum(problem.bytes_of(i) for i in order)
+    small: list[int] = []
+    share = 0
+    while order and (
+        share + problem.bytes_of(order[-1]) <= SMALL_SHARE * total or (most is not None and len(order) > most)
+    ):
+        share += problem.bytes_of(order[-1])
+        small.append(order.pop())
+    return small
+
+
 class _Tables:
     """A stage as arrays. `large` and `small` are positions in `StageProblem.storages`."""
 
     def __init__(self, problem: StageProblem, most: int = MAX_STORAGES) -> None:
         self.problem = problem
         graph, stage = problem.graph, problem.stage
-        order = sorted(problem.own, key=problem.bytes_of, reverse=True)
-        total = sum(problem.bytes_of(i) for i in order)
-        self.small: list[int] = []
-        share = 0
-        while order and (share + problem.bytes_of(order[-1]) <= SMALL_SHARE * total or len(order) > most):
-            share += problem.bytes_of(order[-1])
-            self.small.append(order.pop())
-        self.large = sorted(order)
+        self.small = small_storages(problem, most)
+        self.large = sorted(set(problem.own) - set(self.small))
         self.column = {problem.storages[p]: i for i, p in enumerate(self.large)}
         self.free = set(problem.at_hand) | {problem.storages[p] for p in self.small}
         # Views cost nothing and make nothing: whoever needs one needs what made its storage.
@@ -253,15 +264,16 @@ class _Tables:
         return peak
 
 
-def enumerate_menu(problem: StageProblem, known: list[Option]) -> Enumerated | None:
+def enumerate_menu(problem: StageProblem, known: list[Option], *, exact: bool = True) -> Enumerated | None:
     """All of the family; None where the stage is too large.
 
     Args:
         problem: the stage.
         known: options of the search menu, to leave out what they beat.
+        exact: whether to price options; else there are bounds only.
     """
     tables = _Tables(problem, most=len(problem.own))
-    if len(tables.large) > MAX_STORAGES or len(tables.nodes) > MAX_NODES or not tables.nodes:
+    if is_wide(problem) or not tables.nodes:
         return None
     sets = _all_sets(len(tables.large))
     if sets.shape[1] > MAX_SETS:
@@ -269,7 +281,12 @@ def enumerate_menu(problem: StageProblem, known: list[Option]) -> Enumerated | N
         if sets.shape[1] > 4 * MAX_SETS:
             return None
     outer = _Outer(tables, sets)
-    return _Menu(tables, sets, outer, _Windows(tables, sets, outer.peak)).run()
+    return _Menu(tables, sets, outer, _Windows(tables, sets, outer.peak)).run(exact)
+
+
+def is_wide(problem: StageProblem) -> bool:
+    """Whether a stage has too many large storages or reading nodes to be enumerated."""
+    return len(problem.own) - len(small_storages(problem)) > MAX_STORAGES or len(problem.stage.nodes) > MAX_NODES
 
 
 def relaxed_bounds(problem: StageProblem) -> list[Option]:
@@ -280,7 +297,7 @@ def relaxed_bounds(problem: StageProblem) -> list[Option]:
     low = np.maximum(low, problem.gap_bytes) if not len(tables.nodes) else low
     order = np.lexsort((low, size, least))
     order = order[np.isfinite(least[order])]
-    points = _undominated([(float(least[k]), float(size[k]), float(low[k]), float(low[k]), int(k), 0) for k in order])
+    points = undominated([(float(least[k]), float(size[k]), float(low[k]), float(low[k]), int(k), 0) for k in order])
     return [
         Option(
             held=frozenset(p for c, p in enumerate(tables.large) if sets[c, k]),
@@ -362,14 +379,17 @@ class _Windows:
             np.minimum(np.searchsorted(every, np.concatenate([[-np.inf], values[:-1]]), side="right"), len(every) - 1)
         ]
         self.best = np.full((len(values), count), np.inf)
-        for k, limit in enumerate(values):
-            reach = np.full((nodes + 1, count), np.inf)
-            reach[0] = np.where(self.head <= limit, 0.0, np.inf)
+        size = max(1, MAX_STEPS // count)
+        for first in range(0, len(values), size):
+            limits = values[first : first + size, None]
+            reach = np.full((nodes + 1, len(limits), count), np.inf)
+            reach[0] = np.where(self.head <= limits, 0.0, np.inf)
             for i in range(nodes):
                 for j in range(i, nodes):
-                    step = np.where(self.peak[i, j] <= limit, self.seconds[i, j], np.inf)
-                    np.minimum(reach[j + 1], reach[i] + step, out=reach[j + 1])
-            self.best[k] = reach[nodes]
+                    step = reach[i] + self.seconds[i, j]
+                    step[self.peak[i, j] > limits] = np.inf
+                    np.minimum(reach[j + 1], step, out=reach[j + 1])
+            self.best[first : first + size] = reach[nodes]
 
     def _window(self, i: int, j: int, sets: Sets, held: list[Vector]) -> None:
         tables = self.tables
@@ -487,7 +507,7 @@ class _Menu:
         self.outer = outer
         self.windows = windows
 
-    def run(self) -> Enumerated:
+    def run(self, exact: bool) -> Enumerated:
         tables, sets, windows = self.tables, self.sets, self.windows
         # Where several windows run an op again, what forward sets aside for it is there once.
         size = [self._size(k) for k in range(sets.shape[1])]
@@ -518,7 +538,7 @@ class _Menu:
                             )
                         )
                     previous = value
-        return self._price(_undominated(points))
+        return self._price(undominated(points), exact)
 
     def _with_retained(self) -> Vector:
         """[limit, set K]: least seconds over all A >= K."""
@@ -551,7 +571,7 @@ class _Menu:
         """Bytes that a set leaves in forward, small storages apart."""
         return float(self.tables.held_bytes @ self.sets[:, k] + self.windows.carried[k])
 
-    def _price(self, points: list[_Point]) -> Enumerated:
+    def _price(self, points: list[_Point], exact: bool) -> Enumerated:
         tables, problem = self.tables, self.tables.problem
         bounds: list[Option] = []
         options: list[Option] = []
@@ -559,10 +579,12 @@ class _Menu:
             a = self._best_above(k, row)
             held = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, k])
             outer = frozenset(p for c, p in enumerate(tables.large) if self.sets[c, a] and not self.sets[c, k])
+            partition = self.windows.partition(a, float(self.windows.limits[row]))
+            # What no replay makes is held: such an option is none for a segment that holds nothing.
+            mine = held | frozenset(tables.small) if size > self._size(k) else held
             bounds.append(
                 Option(
-                    # What no replay makes is held: such an option is none for a segment that holds nothing.
-                    held=held | frozenset(tables.small) if size > self._size(k) else held,
+                    held=mine,
                     windows=(),
                     seconds=seconds,
                     held_bytes=int(
@@ -570,10 +592,11 @@ class _Menu:
                     ),
                     peak_bytes=int(below),
                     forward_bytes=problem.forward_peak(held),
+                    choice=Choice(held=mine, outer=outer, partition=partition, lasting={}, again={}),
                 )
             )
-            partition = self.windows.partition(a, float(self.windows.limits[row]))
-            options.extend(self._variants(held, outer, partition))
+            if exact:
+                options.extend(self._variants(held, outer, partition))
         return Enumerated(options=options, bounds=dominant(bounds, limit=100_000))
 
     def _variants(self, held: frozenset[int], outer: frozenset[int], partition: Partition) -> list[Option]:
@@ -588,7 +611,7 @@ class _Menu:
             if option is None:
                 continue
             found.append(option)
-            lasting = self._lasting(option, partition, small - retained)
+            lasting = lasting_small(problem, option, partition, small - retained)
             if lasting:
                 chosen = chosen - frozenset().union(*lasting.values())
                 lighter = problem.evaluate(chosen, retained, partition, lasting)
@@ -630,27 +653,29 @@ class _Menu:
                 found.append(better)
         return found
 
-    def _lasting(self, option: Option, partition: Partition, small: frozenset[int]) -> dict[int, frozenset[int]]:
-        """Window of the partition -> small storages that it makes anyway before they are read."""
-        problem = self.tables.problem
-        nodes, first = problem.stage.nodes, problem.stage.first
-        made: dict[int, set[int]] = {}
-        for p in small:
-            makers = problem.makers(p)
-            reads = [begin for begin, _ in problem.reads_of[problem.storages[p]]]
-            if not makers or not reads:
-                continue
-            for number, (a, b) in enumerate(partition):
-                if nodes[a].first > min(reads):
-                    break
-                ops = [set(w.ops) for w in option.windows if nodes[a].first <= first + w.start <= nodes[b].last]
-                if any(makers <= o for o in ops[-1:]):
-                    made.setdefault(number, set()).add(p)
-                    break
-        return {number: frozenset(found) for number, found in made.items()}
+
+def lasting_small(
+    problem: StageProblem, option: Option, partition: Partition, small: frozenset[int]
+) -> dict[int, frozenset[int]]:
+    """Window of the partition -> small storages that it makes anyway before they are read."""
+    nodes, first = problem.stage.nodes, problem.stage.first
+    made: dict[int, set[int]] = {}
+    for p in small:
+        makers = problem.makers(p)
+        reads = [begin for begin, _ in problem.reads_of[problem.storages[p]]]
+        if not makers or not reads:
+            continue
+        for number, (a, b) in enumerate(partition):
+            if nodes[a].first > min(reads):
+                break
+            ops = [set(w.ops) for w in option.windows if nodes[a].first <= first + w.start <= nodes[b].last]
+            if any(makers <= o for o in ops[-1:]):
+                made.setdefault(number, set()).add(p)
+                break
+    return {number: frozenset(found) for number, found in made.items()}
 
 
-def _undominated(points: list[_Point]) -> list[_Point]:
+def undominated(points: list[_Point]) -> list[_Point]:
     """Points that no other beats in (seconds, bytes, limit)."""
     points = sorted(points)
     kept: list[_Point] = []

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from keepwise.ir import Step
 from keepwise.plan.optimal.chain import Held, Link
-from keepwise.plan.optimal.enumerate import enumerate_menu, relaxed_bounds
+from keepwise.plan.optimal.enumerate import enumerate_menu, is_wide, relaxed_bounds
 from keepwise.plan.optimal.graph import Graph
 from keepwise.plan.optimal.menu import dominant, search_menu
 from keepwise.plan.optimal.options import Option, StageProblem
+from keepwise.plan.optimal.pieces import piece_menu
 from keepwise.plan.optimal.stages import Chain, cut_chains
 
 
@@ -91,6 +92,9 @@ class Model:
 
 def _menu(problem: StageProblem) -> tuple[list[Option], list[Option], bool]:
     """Options of a stage, optimistic ones, and whether they cover the whole family."""
+    pieces = piece_menu(problem) if is_wide(problem) else None
+    if pieces is not None:
+        return pieces.options, pieces.bounds, True
     found = search_menu(problem)
     if not problem.stage.nodes:
         return found, found, True

@@ -34,6 +34,17 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What `StageProblem.evaluate` was asked to price."""
+
+    held: frozenset[int]
+    outer: frozenset[int]
+    partition: Partition
+    lasting: Mapping[int, frozenset[int]]
+    again: Mapping[int, frozenset[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """One way to run a stage's backward."""
 
@@ -49,6 +60,8 @@ class Option:
     """High water during the stage's backward above its level, with inputs and what it holds."""
     forward_bytes: int
     """High water during the stage's forward above the forward level, with inputs and what it holds."""
+    choice: Choice | None = None
+    """How it came about; for a bound that of one option that it stands for."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,6 +143,7 @@ class StageProblem:
         outer: frozenset[int],
         partition: Partition,
         lasting: Mapping[int, frozenset[int]] | None = None,
+        again: Mapping[int, frozenset[int]] | None = None,
     ) -> Option | None:
         """Price an option; None where a recipe does not exist.
 
@@ -138,20 +152,21 @@ class StageProblem:
             outer: positions of own storages that one replay at the start retains for all windows.
             partition: the windows' nodes.
             lasting: window (position in `partition`) -> storages that it retains for its own nodes and all windows after it.
+            again: window -> storages that one more replay just before it retains for it and all windows after it.
         """
-        windows = self._windows(held, outer, partition, lasting or {})
+        choice = Choice(held=held, outer=outer, partition=partition, lasting=lasting or {}, again=again or {})
+        windows = self._windows(choice)
         if windows is None:
             return None
         drafts, needed = windows
         self._nest(drafts)
-        return self._priced(held, drafts, needed)
+        return self._priced(choice, drafts, needed)
 
-    def _windows(
-        self, held: frozenset[int], outer: frozenset[int], partition: Partition, lasting: Mapping[int, frozenset[int]]
-    ) -> tuple[list[_Draft], dict[int, int]] | None:
+    def _windows(self, choice: Choice) -> tuple[list[_Draft], dict[int, int]] | None:
         """Windows in order of time, and the last need of what is at hand."""
         graph, stage = self.graph, self.stage
-        at_hand = set(self.at_hand) | {self.storages[i] for i in held}
+        partition, lasting = choice.partition, choice.lasting
+        at_hand = set(self.at_hand) | {self.storages[i] for i in choice.held}
         needed = dict.fromkeys(stage.shared, stage.last)
         drafts: list[_Draft] = []
         keeper: dict[int, _Draft] = {}  # lasting storage -> its window
@@ -170,12 +185,14 @@ class StageProblem:
             keeper.update(dict.fromkeys(keep, draft))
             return True
 
-        if outer:
-            ids = {self.storages[i] for i in outer}
-            first = self._first_use(at_hand, ids, partition, lasting)
+        for number, (a, b) in enumerate(partition):
+            ids = {
+                self.storages[i]
+                for i in choice.again.get(number, frozenset()) | (choice.outer if not number else frozenset())
+            }
+            first = self._first_use(at_hand | set(keeper), ids, partition, lasting, number) if ids else -1
             if first >= 0 and not add(first, first, set(), ids):
                 return None
-        for number, (a, b) in enumerate(partition):
             hand = at_hand | set(keeper)
             wanted = {s: node.last for node in stage.nodes[a : b + 1] for s in node.storages if s not in hand}
             keep = {self.storages[i] for i in lasting.get(number, ())} - hand
@@ -199,10 +216,15 @@ class StageProblem:
         table[storage] = max(table.get(storage, -1), moment)
 
     def _first_use(
-        self, at_hand: set[int], ids: set[int], partition: Partition, lasting: Mapping[int, frozenset[int]]
+        self,
+        at_hand: set[int],
+        ids: set[int],
+        partition: Partition,
+        lasting: Mapping[int, frozenset[int]],
+        begin: int,
     ) -> int:
-        """Moment at which the outer replay is needed: a node reads what it retains, or a window begins."""
-        for number, (a, b) in enumerate(partition):
+        """Moment at which a replay that retains `ids` is needed: a node reads one of them, or a window from `begin` on begins."""
+        for number, (a, b) in list(enumerate(partition))[begin:]:
             later = {self.storages[i] for i in lasting.get(number, ())}
             for node in self.stage.nodes[a : b + 1]:
                 if any(s in ids or s not in at_hand or s in later for s in node.storages):
@@ -227,8 +249,8 @@ class StageProblem:
         found = [(draft.start, graph.copied_bytes(draft.ops)) for draft in drafts]
         return found + [(start, graph.drawn_bytes(o)) for o, start in last.items()]
 
-    def _priced(self, held: frozenset[int], drafts: list[_Draft], needed: dict[int, int]) -> Option:
-        graph, stage = self.graph, self.stage
+    def _priced(self, choice: Choice, drafts: list[_Draft], needed: dict[int, int]) -> Option:
+        graph, stage, held = self.graph, self.stage, choice.held
         origin, reserved = stage.first, self._reserved(drafts)
         profile, before = self.base.copy(), self.between.copy()
         for s in (*self.inputs, *(self.storages[i] for i in held)):
@@ -264,6 +286,7 @@ class StageProblem:
             held_bytes=held_bytes + sum(n for _, n in reserved),
             peak_bytes=peak,
             forward_bytes=self.forward_peak(held),
+            choice=choice,
         )
 
     def _replay(self, draft: _Draft) -> Replay:

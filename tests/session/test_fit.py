@@ -412,6 +412,9 @@ def test_verify_proves_and_restores() -> None:
     assert set(proof.compared) == {"loss", "outputs", "gradients", "buffers", "rng", "parameters"} - {"buffers"}
     assert proof.num_replays_compared > 0
     assert len(set(proof.digests)) == 3
+    assert keepwise.verify(model, x, plan=plan, loss=loss, optimizer=torch.optim.AdamW).identical
+    with pytest.raises(UsageError, match="plan= must be"):
+        keepwise.verify(model, x, plan="plan.json", loss=loss)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert not optimizer.state
     assert "identical bit for bit over 3 steps" in str(proof)

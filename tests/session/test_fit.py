@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import tempfile
@@ -152,6 +153,21 @@ def test_bad_arguments_give_one_line_and_change_nothing(arguments: dict[str, obj
     assert model.__dict__.keys() == before[1].keys()
     assert all(p.grad is None for p in model.parameters())
     assert same(run(model, x), plain)
+
+
+def test_a_frozen_model_whose_input_is_trained_is_planned() -> None:
+    model, x = stack(depth=4)
+    head = nn.Sequential(model, nn.Flatten(0), nn.Linear(x.numel(), 1)).requires_grad_(False)
+    x.requires_grad_(True)
+    plan = keepwise.fit(head, x, budget="0.8x")
+    assert plan.proof is not None
+    assert plan.proof.identical
+    grads = []
+    for context in (plan.paused(), contextlib.nullcontext()):
+        with context:
+            grads += torch.autograd.grad(head(x), x)
+    assert plan.stats.num_dropped
+    assert torch.equal(*grads)
 
 
 def test_all_frozen_and_wrong_kinds() -> None:

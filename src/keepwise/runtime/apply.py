@@ -296,10 +296,11 @@ class OwnForward:
         return runner.forward(model, self.inner, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self.inner,)
+        return itself, (self.inner,)
 
 
-def _itself(x: Any) -> Any:
+def itself(x: Any) -> Any:
+    """What an object that reduces to `x` is made again by."""
     return x
 
 

@@ -222,10 +222,7 @@ class Plan:
             lines.append(f"  time: {', '.join(parts)}")
         reasons: dict[str, list[Decision]] = {}
         for d in self.decisions:
-            if isinstance(d, Keep) and (
-                self.step.storages[d.storage].keep_reason
-                or self.step.storages[d.storage].held_until >= self.step.storages[d.storage].saved_until
-            ):
+            if d.is_forced:
                 reasons.setdefault(d.why, []).append(d)
         for why, ds in sorted(reasons.items(), key=lambda r: -sum(d.nbytes for d in r[1]))[:6]:
             paths = sorted({d.path for d in ds if d.path})

@@ -2,9 +2,8 @@
 
 A comment on the line before a block says what is special about it:
 
-    <!-- needs: keepwise.fit, keepwise.verify -->   skipped only while one of these names is missing
-    <!-- continues -->                             runs after the blocks before it, in the same namespace
-    <!-- not run: a reason -->                     compiled only
+    <!-- continues -->            runs after the blocks before it, in the same namespace
+    <!-- not run: a reason -->    compiled only
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from pathlib import Path
 import click
 import pytest
 
-import keepwise
 from keepwise.cli import COMMANDS, main
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-# Written together with the code that they describe.
-ELSEWHERE = {"architecture.md", "guarantees.md", "estimator.md"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +29,6 @@ class Block:
     language: str
     code: str
     markers: tuple[str, ...]
-
-    @property
-    def needs(self) -> list[str]:
-        names = [marker.removeprefix("needs:") for marker in self.markers if marker.startswith("needs:")]
-        return [name.strip().removeprefix("keepwise.") for listed in names for name in listed.split(",")]
 
     @property
     def continues(self) -> bool:
@@ -91,9 +82,6 @@ def test_python_example(block, tmp_path, monkeypatch):
     codes = [compile("\n" * part.line + part.code, str(DOCS / part.page), "exec") for part in chain]
     if block.not_run is not None:
         return
-    missing = {name for part in chain for name in part.needs if not hasattr(keepwise, name)}
-    if missing:
-        pytest.skip(f"keepwise.{', keepwise.'.join(sorted(missing))}: not there yet")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "example"}
     for code in codes:
@@ -102,11 +90,9 @@ def test_python_example(block, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", PYTHON, ids=name_of)
 def test_markers_are_true(block):
-    used = set(re.findall(r"keepwise\.([a-z_]+)\(", block.code))
-    assert set(block.needs) <= used | {"fit"}, "a block that needs a name uses it, or continues one that does"
     assert block.not_run is None or len(block.not_run) > 5, "say why it is not run"
     for marker in block.markers:
-        assert marker == "continues" or marker.startswith(("needs:", "not run:")), f"unknown marker {marker!r}"
+        assert marker == "continues" or marker.startswith("not run:"), f"unknown marker {marker!r}"
 
 
 def test_most_examples_run():
@@ -120,8 +106,7 @@ def test_commands_exist_and_take_these_options(block):
         words = shlex.split(line, comments=True)
         if not words or words[0] != "keepwise":
             continue
-        if words[1] not in COMMANDS:
-            pytest.skip(f"keepwise {words[1]}: not there yet")
+        assert words[1] in COMMANDS, line
         command = main.get_command(click.Context(main), words[1])
         assert command is not None
         known = {option for parameter in command.params for option in parameter.opts}
@@ -146,8 +131,6 @@ def anchors(page: Path) -> set[str]:
 def test_link_leads_somewhere(page, target):
     name, _, anchor = target.partition("#")
     path = (DOCS / name) if name else DOCS / page
-    if name in ELSEWHERE and not path.exists():
-        pytest.skip(f"{name}: not there yet")
     assert path.exists()
     assert not anchor or anchor in anchors(path)
 

@@ -31,6 +31,14 @@ def run(*arguments):
     return CliRunner().invoke(main, ["estimate", *arguments])
 
 
+def test_the_help_shows_examples_one_a_line():
+    lines = [line.strip() for line in run("--help").stdout.splitlines()]
+    examples = [line.split()[2:] for line in lines if line.startswith("keepwise estimate ")]
+    assert len(examples) == 3
+    for arguments in examples[1:]:
+        assert run(*arguments).exit_code == 0
+
+
 def test_the_rule_in_words():
     result = run(*RULE, "--segment", "1")
     assert result.exit_code == 0

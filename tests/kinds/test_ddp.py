@@ -20,9 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepwise
 
-if not hasattr(keepwise, "fit"):
-    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
-
 from .compare import mapping_differences
 from .ddp import Skipping, one_process_group
 from .harness import options, seed_all

@@ -8,9 +8,6 @@ from torch import nn
 
 import keepwise
 
-if not hasattr(keepwise, "fit"):
-    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
-
 from .parts import Stack
 from .program import mean_square
 

@@ -23,8 +23,6 @@ from .fuzz_search import random_spec
 from .harness import check, fit_program, fresh
 from .program import Program
 
-pytestmark = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.fit is not there yet")
-
 Planter = Callable[[pytest.MonkeyPatch], None]
 MOST = 400
 """Programs that are tried."""

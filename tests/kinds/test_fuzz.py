@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 
-import keepwise
-
 from .fuzz import EFFECTS, FORM_NAMES, OPS, Spec, program_of, specs
 from .fuzz_found import FOUND
 from .fuzz_search import random_spec, shortened
 from .harness import check, fresh, inert_fit, steps, stock_fit
-
-needs_fit = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.fit is not there yet")
 
 FIXED: dict[str, Any] = {
     "deadline": None,
@@ -62,19 +58,16 @@ def _agree(first: int, last: int) -> None:
             _agrees(spec, how)  # should the short one have passed now
 
 
-@needs_fit
 @settings(max_examples=60, **FIXED)
 @given(specs())
 def test_random_programs_under_the_stress_plan(spec: Spec) -> None:
     _agrees(spec, "everything")
 
 
-@needs_fit
 def test_two_hundred_random_programs() -> None:
     _agree(0, 200)
 
 
-@needs_fit
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
@@ -83,7 +76,6 @@ def test_thousands_of_random_programs(chunk: int) -> None:
     _agree(base + 200 + CHUNK * chunk, base + 200 + CHUNK * (chunk + 1))
 
 
-@needs_fit
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_search_found(name: str) -> None:
     spec, how = FOUND[name]

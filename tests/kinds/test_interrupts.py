@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepwise
 
-if not hasattr(keepwise, "fit"):
-    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
-
 from .harness import seed_all
 from .lifecycle import built, outcome, planned, same
 from .program import mean_square

@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-import keepwise
-
 from . import kinds
 from .harness import HOWS, check, programs
 from .program import Program
-
-pytestmark = pytest.mark.skipif(not hasattr(keepwise, "fit"), reason="keepwise.fit is not there yet")
-
-
-# What is known not to work yet, each with its reason.
-KNOWN: dict[str, str] = {}
 
 
 def _cases() -> list[Any]:
@@ -26,9 +18,7 @@ def _cases() -> list[Any]:
         for program in programs():
             heavy = program.heavy or program in wild
             slow = program.slow or how == "0.6x" or (heavy and how != "everything")
-            marks: list[Any] = [pytest.mark.slow] if slow else []
-            if program.id in KNOWN:
-                marks.append(pytest.mark.xfail(reason=KNOWN[program.id], strict=False))
+            marks = [pytest.mark.slow] if slow else []
             cases.append(pytest.param(program, how, id=f"{program.id}-{how}", marks=marks))
     return cases
 

@@ -17,9 +17,6 @@ from torch import nn
 
 import keepwise
 
-if not hasattr(keepwise, "fit"):
-    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
-
 from .compare import mapping_differences
 from .harness import options, seed_all, tensors
 from .lifecycle import Model, built, outcome, planned, same

@@ -10,9 +10,6 @@ import torch
 
 import keepwise
 
-if not hasattr(keepwise, "fit"):
-    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
-
 from .compare import mapping_differences
 from .harness import options, seed_all
 from .shapes import _Tokens, tokens

@@ -12,9 +12,6 @@ from torch import nn
 
 import keepwise
 
-if not hasattr(keepwise, "fit"):
-    pytest.skip("keepwise.fit is not there yet", allow_module_level=True)
-
 from .compare import frozen, mapping_differences
 from .harness import options, seed_all
 from .parts import Block, Stack

@@ -14,8 +14,6 @@ from keepwise.cli import main
 from keepwise.lessons import placements, torch_lesson
 from keepwise.lessons.training import BATCH, HIDDEN, NUM_BLOCKS, WIDTH, network, train_step
 
-HAS_CHECKPOINT = hasattr(keepwise, "checkpoint")
-needs_checkpoint = pytest.mark.skipif(not HAS_CHECKPOINT, reason="keepwise.checkpoint is not there yet")
 NOTEBOOK = Path(torch_lesson.__file__).with_name("notebook.py")
 
 
@@ -27,7 +25,7 @@ def test_plain_torch_keeps_x_and_a_as_the_selective_chapter_says():
     assert plain.products == 6 * NUM_BLOCKS - 1  # nobody asks for the gradient of the very first input
 
 
-@pytest.mark.parametrize("name", ["original", pytest.param("ours", marks=needs_checkpoint)])
+@pytest.mark.parametrize("name", ["original", "ours"])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_segments_keep_one_input_and_change_no_bit(k, name):
     checkpoint = original if name == "original" else keepwise.checkpoint
@@ -39,7 +37,7 @@ def test_segments_keep_one_input_and_change_no_bit(k, name):
     assert run.difference(plain) == 0.0
 
 
-@pytest.mark.parametrize("name", ["original", pytest.param("ours", marks=needs_checkpoint)])
+@pytest.mark.parametrize("name", ["original", "ours"])
 def test_the_chapter_shows_equal_gradients_only_where_the_random_state_is_saved(name):
     chapter = torch_lesson.chapter(original if name == "original" else keepwise.checkpoint)
     differences = {row[0]: row[-1] for row in chapter.table.rows}
@@ -52,7 +50,6 @@ def test_the_chapter_shows_equal_gradients_only_where_the_random_state_is_saved(
     assert wrong > 1.0
 
 
-@needs_checkpoint
 def test_the_command_prints_it():
     result = CliRunner(env={"COLUMNS": "140"}).invoke(main, ["lesson", "--torch"])
     assert result.exit_code == 0, result.output
@@ -64,7 +61,7 @@ def cells() -> list[str]:
 
 
 def test_the_notebook_runs_from_top_to_bottom(capsys):
-    code = "\n\n".join(cell for cell in cells() if HAS_CHECKPOINT or "keepwise.checkpoint" not in cell)
+    code = "\n\n".join(cells())
     exec(compile(code, str(NOTEBOOK), "exec"), {"__name__": "notebook"})
     printed = capsys.readouterr().out
     assert "everything kept: 4,608 floats" in printed

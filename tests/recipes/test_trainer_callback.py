@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +259,22 @@ def test_only_the_first_process_speaks(tmp_path, caplog) -> None:
         assert not [w for w in caught if "keepwise" in str(w.message)]
         train(KeepwiseCallback(budget="0.9x"), lengths, folder=tmp_path)
     assert any(text.startswith("keepwise: ") for text in ours())
+
+
+def test_a_copy_made_before_the_first_step_computes_with_its_own_weights() -> None:
+    callback = KeepwiseCallback(budget="max")
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    arguments = SimpleNamespace(gradient_accumulation_steps=1)
+    callback.on_train_begin(arguments, SimpleNamespace(is_world_process_zero=True), None, model=model)
+    assert "forward" in model.__dict__
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in average.parameters():
+            p.zero_()
+    assert not average(x).any()
+    assert callback.plan is None
+    callback.on_train_end(arguments, None, None)
+    assert "forward" not in model.__dict__
 
 
 def test_switched_off(tmp_path, monkeypatch) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import abc
 import copy
+import gc
 import inspect
 import io
 import pickle
+import types
+import weakref
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
@@ -151,6 +154,45 @@ def test_a_forward_on_the_instance_is_used_and_put_back() -> None:
     plan.remove()
     assert model.forward is own
     assert type(model) is Wrapped
+
+
+def _halved(model: Chain, x: Tensor) -> Tensor:
+    return type(model).forward(model, x * 0.5)
+
+
+class Bound(Chain):
+    """As `accelerate` does it: a method bound to the instance, which a copy binds to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = types.MethodType(_halved, self)  # type: ignore[method-assign]
+
+
+def test_a_copy_of_a_model_with_its_own_forward_computes_with_its_own_weights() -> None:
+    model, x = made(Bound), batch(3, 4)
+    plan = fit(model, x)
+    twin = copy.deepcopy(model)
+    assert isinstance(twin.forward, types.MethodType)
+    plain = made(Bound)
+    for m in (twin, plain):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.mul_(2.0)
+    assert not differences(step(plain, x), step(twin, x))
+    twice(plan, lambda: step(model, x))
+    assert plan.stats.num_dropped
+
+
+def test_a_plan_keeps_no_model_alive() -> None:
+    for make in (Chain, Bound):
+        model = made(make)
+        plan = fit(model, batch(3, 4))
+        model.zero_grad()
+        seen = weakref.ref(model)
+        del model
+        gc.collect()
+        assert seen() is None, make
+        plan.remove()
 
 
 class Registry(nn.Module):

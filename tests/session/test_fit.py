@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import tempfile
@@ -152,6 +153,21 @@ def test_bad_arguments_give_one_line_and_change_nothing(arguments: dict[str, obj
     assert model.__dict__.keys() == before[1].keys()
     assert all(p.grad is None for p in model.parameters())
     assert same(run(model, x), plain)
+
+
+def test_a_frozen_model_whose_input_is_trained_is_planned() -> None:
+    model, x = stack(depth=4)
+    head = nn.Sequential(model, nn.Flatten(0), nn.Linear(x.numel(), 1)).requires_grad_(False)
+    x.requires_grad_(True)
+    plan = keepwise.fit(head, x, budget="0.8x")
+    assert plan.proof is not None
+    assert plan.proof.identical
+    grads = []
+    for context in (plan.paused(), contextlib.nullcontext()):
+        with context:
+            grads += torch.autograd.grad(head(x), x)
+    assert plan.stats.num_dropped
+    assert torch.equal(*grads)
 
 
 def test_all_frozen_and_wrong_kinds() -> None:
@@ -412,6 +428,9 @@ def test_verify_proves_and_restores() -> None:
     assert set(proof.compared) == {"loss", "outputs", "gradients", "buffers", "rng", "parameters"} - {"buffers"}
     assert proof.num_replays_compared > 0
     assert len(set(proof.digests)) == 3
+    assert keepwise.verify(model, x, plan=plan, loss=loss, optimizer=torch.optim.AdamW).identical
+    with pytest.raises(UsageError, match="plan= must be"):
+        keepwise.verify(model, x, plan="plan.json", loss=loss)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert not optimizer.state
     assert "identical bit for bit over 3 steps" in str(proof)

@@ -24,7 +24,7 @@ from typing import IO, Any
 import click
 from rich.console import Console
 
-from keepwise._errors import InfeasibleBudget, KeepwiseError, MismatchError, PlanMismatch, UsageError
+from keepwise._errors import InfeasibleBudget, KeepwiseError, PlanMismatch, UsageError
 from keepwise._rank import rank
 from keepwise.cli._failures import in_options, is_ours, place_in_user_code
 from keepwise.cli._progress import Progress
@@ -154,10 +154,7 @@ def _guarded(work: Callable[[], int], io: Io, show_trace: bool) -> int:
 
 
 def _code_of(error: KeepwiseError) -> int:
-    if isinstance(error, (UsageError, PlanMismatch)):
-        return WRONG_USE
-    assert isinstance(error, (InfeasibleBudget, MismatchError, KeepwiseError))
-    return NO
+    return WRONG_USE if isinstance(error, UsageError | PlanMismatch) else NO
 
 
 def _target_failed(line: str, error: BaseException, io: Io, show_trace: bool) -> int:

@@ -70,8 +70,7 @@ def _memory(report: Report, plan: Plan, stats: StepStats) -> list[Finding]:
         )
     pinned: Counter[str] = Counter()
     for d in plan.decisions:
-        storage = plan.step.storages[d.storage]
-        if d.kind == "keep" and (storage.keep_reason or storage.held_until >= storage.saved_until):
+        if d.is_forced:
             pinned[plain_reason(d.why)] += d.nbytes
     for why, nbytes in pinned.most_common(4):
         if nbytes > drop / 20:

@@ -100,13 +100,13 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 @_options
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:
-    r"""Memory of a training step by category, for each rank that differs; runs no model and needs no torch.
+    """Memory of a training step by category, for each rank that differs; runs no model and needs no torch.
 
     \b
     keepwise estimate --config config.json --batch 1 --seq 8192 --checkpointing full
     keepwise estimate --layers 32 --width 4096 --tokens 2048 --segment 1
     keepwise estimate --layers 32 --width 4096 --heads 32 --seq 4096 --tp 8 --sp
-    """
+    """  # noqa: D301 - click wants the control character itself
     from keepwise._errors import UsageError
 
     try:

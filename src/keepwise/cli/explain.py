@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 
 import click
 
@@ -28,7 +27,7 @@ def command(io: Io, plan: str, module: str) -> int:
     """
     loaded = load_plan(plan)
     text = loaded.explain(module)  # Raises for a module that saves nothing.
-    found = [d for d in loaded.decisions if _is_below(d.path, module)]
+    found = loaded.decisions_in(module)
     sums = {
         kind: (sum(d.kind == kind for d in found), sum(d.nbytes for d in found if d.kind == kind)) for kind in _VERBS
     }
@@ -46,10 +45,3 @@ def command(io: Io, plan: str, module: str) -> int:
     io.out.print()
     io.out.print(text, soft_wrap=True)
     return DONE
-
-
-def _is_below(path: str, wanted: str) -> bool:
-    """Whether a module path is what is asked for, or lies inside it; as `Plan.explain` understands it."""
-    if not wanted or path == wanted or path.startswith(wanted + "."):
-        return True
-    return fnmatch.fnmatch(path, wanted) or fnmatch.fnmatch(path, wanted + ".*")

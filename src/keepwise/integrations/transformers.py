@@ -27,6 +27,7 @@ from torch import nn
 import keepwise
 from keepwise._errors import UsageError
 from keepwise._rank import logger, silence
+from keepwise.runtime.apply import itself
 
 try:
     from transformers import TrainerCallback
@@ -143,28 +144,31 @@ class KeepwiseCallback(TrainerCallback):
 
 
 class _FirstForward:
-    """Calls `plan(model, args, kwargs)` in the next forward pass that trains (note 2)."""
+    """Calls `plan(model, args, kwargs)` in the next forward pass that trains (note 2); in a copy of the model it is the user's own."""
 
     def __init__(self, model: nn.Module, plan: Callable[[nn.Module, Any, Any], None]) -> None:
         self.model = model
+        self.plan = plan
         self.own: Any = model.__dict__.get("forward")
-        call = model.forward
+        self.call = model.forward
+        functools.update_wrapper(self, self.call)
+        model.__dict__["forward"] = self
 
-        @functools.wraps(call)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (model.training and torch.is_grad_enabled()):
-                return call(*args, **kwargs)
-            self.remove()
-            plan(model, args, kwargs)
-            return model.forward(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan, where this is a step of training, and run `forward`."""
+        if not (self.model.training and torch.is_grad_enabled()):
+            return self.call(*args, **kwargs)
+        self.remove()
+        self.plan(self.model, args, kwargs)
+        return self.model.forward(*args, **kwargs)
 
-        self.placeholder = forward
-        model.__dict__["forward"] = forward
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return itself, (self.call,)
 
     def remove(self) -> None:
         """Put `forward` back (note 3), unless someone else has replaced it since."""
         attributes = self.model.__dict__
-        if attributes.get("forward") is not self.placeholder:
+        if attributes.get("forward") is not self:
             return
         if self.own is None:
             del attributes["forward"]

@@ -10,6 +10,7 @@ from rich.table import Table
 from keepwise._units import show_bytes
 from keepwise.report.drawing import Tick, nice_bytes, nice_steps
 from keepwise.report.html import render
+from keepwise.report.terminal import draws_blocks
 from keepwise.report.words import show_percent, show_seconds
 
 _BAR = 30
@@ -39,7 +40,7 @@ def print_frontier(report: FrontierReport, console: Console) -> None:
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     highest = max((p[2] for p in report.points), default=0.0) or 1.0
     seconds = report.step_seconds
-    block = "█" if _can_draw(console) else "#"
+    block = "█" if draws_blocks(console) else "#"
     for i, (budget, peak, added, bound) in enumerate(report.points):
         bar = block * round(_BAR * added / highest)
         table.add_row(
@@ -57,14 +58,6 @@ def print_frontier(report: FrontierReport, console: Console) -> None:
         f"At the knee: budget={budget} ({show_bytes(budget)}), {show_percent(added, seconds)} time. Below it each byte costs more "
         "than above it."
     )
-
-
-def _can_draw(console: Console) -> bool:
-    try:
-        "█".encode(console.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def render_frontier(report: FrontierReport, *, width: float = 1000, height: float = 380) -> str:

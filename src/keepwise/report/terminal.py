@@ -159,7 +159,7 @@ def print_curve(report: Report, console: Console) -> None:
         report.curve,
         budget_bytes=report.budget_bytes,
         width=max(min(console.width - 14, 84), 20),
-        unicode=_draws_blocks(console),
+        unicode=draws_blocks(console),
     )
     if lines:
         console.print()
@@ -168,7 +168,8 @@ def print_curve(report: Report, console: Console) -> None:
             console.print(Text(line, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def _draws_blocks(console: Console) -> bool:
+def draws_blocks(console: Console) -> bool:
+    """Whether the console can show the characters that plots are made of."""
     try:
         "█░┄▁│└─".encode(console.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

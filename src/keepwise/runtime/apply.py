@@ -2,7 +2,8 @@
 
 Notes:
 1. The model's class is replaced by a generated subclass whose `forward` runs the user's under a guard. It reduces to the user's
-   own class when pickled or copied, so a copy (EMA, checkpoint) is a plain model that computes with its own weights.
+   own class when pickled or copied, so a copy (EMA, checkpoint) is a plain model that computes with its own weights. A `forward`
+   that is an attribute of the model hides its class's, so that one is replaced instead, by an object that reduces likewise.
 2. What decides is whether gradients are recorded, never `model.training`. Under `no_grad`, `inference_mode`, a functorch
    transform or a compiler's trace, forward runs as if nothing had been applied.
 3. Which runner belongs to which model stands in a weak table, not on the model: state_dict, pickles and `__dict__` stay the user's.
@@ -46,7 +47,6 @@ _NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _RUNNERS: MutableMapping[nn.Module, Runner] = WeakIdKeyDictionary()
 _CLASSES: MutableMapping[type, type] = WeakIdKeyDictionary()
 _MODULES: MutableMapping[nn.Module, list[weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
-_PATCHED: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
 
 
 class Chooser(Protocol):
@@ -276,6 +276,34 @@ def _derived(base: type, names: dict[str, Any]) -> type:
     return made
 
 
+class OwnForward:
+    """The planned form of a `forward` that is an attribute of the model (mixed-precision wrappers), which hides the class's own.
+
+    It does not keep the model alive, and like the subclass it reduces to the user's own when copied or pickled.
+    """
+
+    def __init__(self, model: nn.Module, inner: Any) -> None:
+        functools.update_wrapper(self, inner)
+        self.inner = inner
+        self.model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's, under the plan that is applied to the model."""
+        model = None if torch.compiler.is_compiling() else self.model()
+        runner = _RUNNERS.get(model) if model is not None else None
+        if model is None or runner is None:
+            return self.inner(*args, **kwargs)
+        return runner.forward(model, self.inner, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return itself, (self.inner,)
+
+
+def itself(x: Any) -> Any:
+    """What an object that reduces to `x` is made again by."""
+    return x
+
+
 def runner_of(model: nn.Module) -> Runner | None:
     """The runner that is applied to a model."""
     return _RUNNERS.get(model)
@@ -291,19 +319,9 @@ def attach(model: nn.Module, runner: Runner) -> None:
         raise KeepwiseError(
             f"a plan is applied to this {type(model).__name__} already; call remove() on it before applying another"
         )
-    if (
-        "forward" in model.__dict__
-    ):  # an instance attribute (mixed-precision wrappers): it would hide the class's forward
-        inner = model.__dict__["forward"]
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            found = _RUNNERS.get(model_ref()) if model_ref() is not None else None  # type: ignore[call-overload]
-            return inner(*args, **kwargs) if found is None else found.forward(model, inner, args, kwargs)
-
-        model_ref = weakref.ref(model)
-        _PATCHED[model] = (inner, forward)
-        model.__dict__["forward"] = forward
+    inner = model.__dict__.get("forward")
+    if inner is not None:
+        model.__dict__["forward"] = OwnForward(model, inner)
     else:
         model.__class__ = _subclass(type(model))
     _RUNNERS[model] = runner
@@ -314,11 +332,9 @@ def detach(model: nn.Module) -> None:
     """Take the runner off; does nothing where none is applied."""
     if _RUNNERS.pop(model, None) is None:
         return
-    patched = _PATCHED.pop(model, None)
-    if patched is not None:
-        if model.__dict__.get("forward") is patched[1]:
-            model.__dict__["forward"] = patched[0]
-        return
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, OwnForward):
+        model.__dict__["forward"] = forward.inner
     base = getattr(type(model), "_keepwise_base", None)
     if base is not None:
         model.__class__ = base

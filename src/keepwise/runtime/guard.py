@@ -25,6 +25,7 @@ Notes:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import torch
@@ -212,11 +213,11 @@ class Guard(Watch):
         places = self.program.trails.get((*self.last, func))
         if not places:
             return None
-        for k in places:
-            if k >= self.place:
-                return self.program.ops[k]
-        self._new_frame()
-        return self.program.ops[places[0]]
+        ahead = bisect_left(places, self.place)
+        if ahead == len(places):
+            self._new_frame()
+            ahead = 0
+        return self.program.ops[places[ahead]]
 
     def _unwatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that the recording does not explain."""

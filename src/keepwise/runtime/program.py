@@ -102,7 +102,7 @@ class Program:
     num_checks: int = 0
     """Steps that were audited because some view that it drops is not proven."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
-    """Last three functions -> places in `ops` where they end, for finding the way back after a deviation."""
+    """Last three functions -> places in `ops` where they end, ascending, for finding the way back after a deviation."""
 
     def needs_proof(self) -> bool:
         """Whether it drops a view whose replay was never compared; says so in a few steps at most."""
@@ -195,7 +195,11 @@ def compile_program(
         saved_at.setdefault(values[save.value].storage, save.at)
     finished_by: dict[int, int] = {}
     finishes: dict[int, set[int]] = {}
-    droppable = _dropped_storages(step, held, retained)
+    retainers: dict[int, list[int]] = {}
+    for w in schedule.windows:
+        for s in w.retain:
+            retainers.setdefault(s, []).append(w.id)
+    droppable = {s for s in step.saved_storages if s not in held and s in retainers}
     for s in droppable:
         last = step.writers.get((s, storages[s].versions - 1), NO_OP)
         if last >= saved_at[s] and last in place:
@@ -237,7 +241,7 @@ def compile_program(
         v = values[save.value]
         if v.storage not in droppable or not save.reads:
             continue
-        window = _serving(schedule.windows, retained, v.storage, save.reads[0].first)
+        window = _serving(schedule.windows, retainers[v.storage], save.reads[0].first)
         if window < 0:
             continue
         drops[bisect.bisect_left(starts, save.at), v.view] = window
@@ -269,17 +273,7 @@ def compile_program(
     return program
 
 
-def _dropped_storages(step: Step, held: set[int], retained: list[frozenset[int]]) -> set[int]:
-    anywhere = frozenset().union(*retained) if retained else frozenset()
-    return {s for s in step.saved_storages if s not in held and s in anywhere}
-
-
-def _serving(windows: tuple[Window, ...], retained: list[frozenset[int]], storage: int, moment: int) -> int:
-    """The innermost window around a moment that retains a storage; -1 if none does."""
-    best, size = -1, None
-    for w in windows:
-        if w.start <= moment <= w.stop and storage in retained[w.id]:
-            span = w.stop - w.start
-            if size is None or span <= size:
-                best, size = w.id, span
-    return best
+def _serving(windows: tuple[Window, ...], retainers: list[int], moment: int) -> int:
+    """The innermost of some windows that lie around a moment; -1 if none does."""
+    # They nest and parents come first: of those around one moment the innermost has the highest id.
+    return max((w for w in retainers if windows[w].start <= moment <= windows[w].stop), default=-1)

@@ -25,7 +25,7 @@ def binding_moment(timeline: Timeline) -> str:
             storage = step.storages[live.id]
             maker = step.ops[storage.birth].path if storage.birth >= 0 else ""
             name = storage.name or maker
-        largest.append(f"{live.category}{' ' + name if name else ''} {show_bytes(live.nbytes)}")
+        largest.append(f"{live.category}{' of ' + name if name else ''}: {show_bytes(live.nbytes)}")
     return f"{where}; live there: {', '.join(largest)}"
 
 
@@ -72,10 +72,7 @@ def infeasible_message(budget: int, timeline: Timeline) -> str:
     """
     floor = timeline.peak_bytes
     static = timeline.static_bytes
-    head = (
-        f"no plan fits {show_bytes(budget)} ({budget} bytes): the smallest peak is {show_bytes(floor)} ({floor} bytes), "
-        f"{show_bytes(floor - budget)} more"
-    )
+    head = f"no plan fits {_exactly(budget)}: the smallest peak is {_exactly(floor)}, {show_bytes(floor - budget)} more"
     if static > budget:
         sums = _by_category(timeline.step)
         parts = ", ".join(f"{c} {show_bytes(n)}" for c, n in sorted(sums.items(), key=lambda x: -x[1]))
@@ -97,10 +94,14 @@ def named_message(planner: str, budget: int, timeline: Timeline) -> str:
     """
     peak = timeline.peak_bytes
     return (
-        f"the plan of planner {planner!r} needs {show_bytes(peak)} ({peak} bytes), {show_bytes(peak - budget)} more than the budget of "
-        f"{show_bytes(budget)} ({budget} bytes). It is reached in {binding_moment(timeline)}. Try planner='auto', which may need less, "
-        f"or budget={peak}"
+        f"the plan of planner {planner!r} needs {_exactly(peak)}, {show_bytes(peak - budget)} more than the budget of "
+        f"{_exactly(budget)}. Its peak is reached in {binding_moment(timeline)}. Try planner='auto', which may need less, or budget={peak}"
     )
+
+
+def _exactly(n: int) -> str:
+    """For people, and to the byte."""
+    return f"{show_bytes(n)} ({n} bytes)" if n >= 1024 else show_bytes(n)
 
 
 def _by_category(step: Step) -> dict[Category, int]:

@@ -100,7 +100,7 @@ def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
         )
     if not found.requires_grad:
         raise UsageError(
-            f"{source} does not require grad: every parameter is frozen, or the loss was computed under no_grad or detached"
+            f"{source} does not require grad: every parameter is frozen (unfreeze some), or it was computed under no_grad or detached"
         )
     return found
 

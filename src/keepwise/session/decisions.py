@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepwise._units import show_bytes
-from keepwise.ir import Phase, Schedule, Step
+from keepwise.ir import Phase, Schedule, Step, Storage
 from keepwise.plan.shares import Remaking, shares_of
 
 
@@ -36,6 +36,8 @@ class Decision:
     """Autograd nodes that read it."""
     why: str
     """One sentence."""
+    is_forced: bool = False
+    """Whether no plan could do otherwise: it must be kept."""
 
     @property
     def seconds_per_gib(self) -> float | None:
@@ -114,7 +116,7 @@ def decisions_of(step: Step, schedule: Schedule) -> tuple[Decision, ...]:
         elif s in offloaded:
             found.append(Offload(why="held in host memory", **fields))
         else:
-            found.append(Keep(why=_why_kept(step, s, s in held), **fields))
+            found.append(Keep(why=_why_kept(step, s, s in held), is_forced=_is_forced(storage), **fields))
     found.sort(key=lambda d: step.storages[d.storage].birth)
     return tuple(found)
 
@@ -170,6 +172,10 @@ def _prices(d: Decision, price: float | None) -> str:
         else "it shares its replay with others, or the peak cannot do without its bytes"
     )
     return f"{text}, {word} than memory ({other})"
+
+
+def _is_forced(storage: Storage) -> bool:
+    return bool(storage.keep_reason) or storage.held_until >= storage.saved_until
 
 
 def _why_kept(step: Step, s: int, is_held: bool) -> str:

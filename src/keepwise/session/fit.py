@@ -129,10 +129,6 @@ def fit(
             f"{lazy[0]} has no shape yet: run the model once on a batch, so that its lazy modules know theirs"
         )
     device = check_devices(model, batch if step is None else None)
-    if not any(p.requires_grad for p in model.parameters()) and step is None and loss is None:
-        raise UsageError(
-            "every parameter is frozen: there is nothing to train, so backward saves nothing; unfreeze some"
-        )
     made_optimizer = make_optimizer(optimizer, model)
 
     store = PlanCache(cache) if cache is not None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import fnmatch
 import os
 import threading
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute,
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.ladder import Ladder
+from keepwise.session.pins import matches
 from keepwise.session.replan import replan
 from keepwise.session.sizes import structure
 from keepwise.session.status import Status
@@ -225,10 +225,7 @@ class Plan:
             lines.append(f"  time: {', '.join(parts)}")
         reasons: dict[str, list[Decision]] = {}
         for d in self.decisions:
-            if isinstance(d, Keep) and (
-                self.step.storages[d.storage].keep_reason
-                or self.step.storages[d.storage].held_until >= self.step.storages[d.storage].saved_until
-            ):
+            if d.is_forced:
                 reasons.setdefault(d.why, []).append(d)
         for why, ds in sorted(reasons.items(), key=lambda r: -sum(d.nbytes for d in r[1]))[:6]:
             paths = sorted({d.path for d in ds if d.path})
@@ -239,6 +236,14 @@ class Plan:
 
     def __repr__(self) -> str:
         return self.summary()
+
+    def decisions_in(self, path: str) -> tuple[Decision, ...]:
+        """Decisions about what a module, or one inside of it, made.
+
+        Args:
+            path: module path, or a pattern such as `h.*.mlp`; empty for the whole model.
+        """
+        return tuple(d for d in self.decisions if not path or matches(d.path, path))
 
     def explain(self, path: str = "") -> str:
         """Why each activation of a module (and of those inside it) is kept, recomputed, packed or offloaded.
@@ -251,7 +256,7 @@ class Plan:
         """
         if self.status is Status.INERT:
             return str(self)
-        found = [d for d in self.decisions if _under(d.path, path)]
+        found = self.decisions_in(path)
         if not found:
             known = sorted({d.path for d in self.decisions if d.path})
             close = difflib.get_close_matches(path, known, n=3)
@@ -429,9 +434,3 @@ def _branch(document: PlanDocument, timeline: Timeline) -> Branch:
         proven,
     )
     return Branch(program=program, ladder=ladder)
-
-
-def _under(path: str, wanted: str) -> bool:
-    if not wanted or path == wanted or path.startswith(wanted + "."):
-        return True
-    return any(ch in wanted for ch in "*?[") and (fnmatch.fnmatch(path, wanted) or fnmatch.fnmatch(path, wanted + ".*"))

@@ -13,7 +13,7 @@ from keepwise._errors import UsageError
 from keepwise.proof.proof import Proof, prove
 from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach, runner_of
-from keepwise.session.batch import Loss, as_batch, loss_of
+from keepwise.session.batch import Loss, as_batch, loss_of, make_optimizer
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.plan import Plan
 from keepwise.session.steppers import Steppers
@@ -27,7 +27,7 @@ def verify(
     plan: Plan,
     loss: Loss | None = None,
     step: Callable[[], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     steps: int = 1,
     batches: Callable[[int], Any] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -41,7 +41,7 @@ def verify(
         plan: what to prove.
         loss: as in `fit`.
         step: as in `fit`: the whole step, run inside `with plan:`.
-        optimizer: whose `step()` ends each step; parameters after it are compared.
+        optimizer: as in `fit`: its `step()` ends each step; parameters after it are compared.
         steps: how many steps to run from the same state.
         batches: step number -> args, for another batch in each step (`kwargs` is not added to it).
         progress: told what happens.
@@ -58,8 +58,11 @@ def verify(
         raise UsageError(f"steps must be at least 1, got {steps}")
     if step is not None and (args is not None or kwargs):
         raise UsageError("pass either args or step=, not both")
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan= must be a keepwise.Plan, got {type(plan).__name__}")
     check_fingerprint(plan.document.fingerprint, model)
     batch = as_batch(args, kwargs)
+    stepping = make_optimizer(optimizer, model)
     count = 0
 
     def run() -> Any:
@@ -71,15 +74,13 @@ def verify(
         output = model(*now.args, **now.kwargs)
         value = loss_of(output, loss)
         value.backward()
-        if optimizer is not None:
-            optimizer.step()
+        if stepping is not None:
+            stepping.step()
         return value.detach(), _detached(output)
 
     runner = plan.runner
-    steppers = Steppers(model, optimizer)
+    steppers = Steppers(model, stepping)
     previous = runner_of(model)
-    detach(model)
-    state = SavedState(model, (batch.args, batch.kwargs), optimizer)
 
     def planned() -> Any:
         attach(model, runner)
@@ -99,7 +100,9 @@ def verify(
 
     audit_every, num_steps = runner.audit_every, runner.num_steps
     runner.audit_every, runner.num_steps = 1, 0
+    detach(model)
     try:
+        state = SavedState(model, (batch.args, batch.kwargs), stepping)
         with steppers if step is not None else contextlib.nullcontext():
             return prove(
                 run=run,

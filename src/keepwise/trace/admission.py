@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import Phase
-from keepwise.runtime.calls import tensors_in, tensors_out, with_tensors
+from keepwise.runtime.calls import device_of, tensors_in, tensors_out, with_tensors
 from keepwise.runtime.clean import RandomState, call_with_state, clean, generator_of, is_random
 from keepwise.runtime.digest import bytes_of
 from keepwise.runtime.special import is_opaque, is_python, replay_arguments
@@ -174,7 +174,7 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], price: Pric
             seconds,
             replace(effects, replayable=False, why_not=reason, random=random[0], rng_bytes=random[1]),
         )
-    generator, own = generator_of(func, args, kwargs, _device(func, args, kwargs, tensors))
+    generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
     state = RandomState(generator, own=own) if generator is not None else None
     try:
         with clean():
@@ -351,18 +351,11 @@ def _declared_random(
 ) -> tuple[str, int]:
     if not isinstance(func, torch._ops.OpOverload) or not is_random(func):
         return "", 0
-    generator, own = generator_of(func, args, kwargs, _device(func, args, kwargs, tensors))
+    generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
     if generator is None:
         return "", 0
     with _disable_current_modes():
         return ("own" if own else str(generator.device)), generator.get_state().numel()
-
-
-def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
-    given = kwargs.get("device")
-    if isinstance(given, torch.device):
-        return given
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _twins(tensors: list[Tensor]) -> list[Tensor]:

@@ -203,27 +203,14 @@ def _storages(recorder: Recorder) -> tuple[Storage, ...]:
 
 
 def _notes(recorder: Recorder) -> tuple[str, ...]:
-    notes: list[str] = []
-
-    def where(paths: dict[str, None]) -> str:
-        return ", ".join(repr(p) if p else "the model itself" for p in paths)
-
-    if recorder.functorch_paths:
-        notes.append(f"torch.func transforms run in {where(recorder.functorch_paths)}: what they save is kept.")
-    if recorder.foreign_hooks:
-        notes.append(
-            f"Other hooks on saved tensors are active in {where(recorder.foreign_hooks)}: they keep what they pack."
-        )
-    if recorder.checkpoints:
-        notes.append(f"torch.utils.checkpoint is active in {where(recorder.checkpoints)}: left as it is.")
     known = ("a constant", "made before the step")
     opaque = sum(
         s.nbytes
         for s in recorder.table.storages
         if s.is_leaf and not s.category.is_static and s.keep_reason not in known
     )
-    if opaque:
-        notes.append(
-            f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions, other threads): kept."
-        )
-    return tuple(notes)
+    if not opaque:
+        return ()
+    return (
+        f"{opaque} bytes of tensors come from code that shows no ops (compiled regions, extensions, other threads): kept.",
+    )

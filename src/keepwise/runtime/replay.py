@@ -54,7 +54,8 @@ def protect(tensors: list[Tensor]) -> None:
     if not _HOLDING:
         return
     storages = [key for key in map(storage_key, tensors) if key is not None]
-    for ref in tuple(_HOLDING.values()):
+    # Not a tuple: that allocates after it began to iterate, and a collection there may end runs.
+    for ref in list(_HOLDING.values()):
         run = ref()
         if run is not None and run.held:
             for storage in storages:

@@ -21,7 +21,7 @@ from torch import nn
 
 from . import fuzz_ops as fuzz_ops  # fills the table of instructions
 from . import fuzz_wild_ops as fuzz_wild_ops
-from .fuzz_forms import AROUND, FORMS, written_outputs
+from .fuzz_forms import AROUND, FORMS, MAY_REFUSE, abandoning, other_settings, written_outputs
 from .fuzz_machine import EFFECTS, OPS, WIDTH, Instruction, Machine
 from .parts import Module
 from .program import Case, Program, case
@@ -47,13 +47,25 @@ class Spec:
     """Whether blocks are joined by writing into what the last one made."""
     skipped: tuple[int, ...] = ()
     """For each step the place in `order` that is left out; beyond its end: none."""
+    abandoned: bool = False
+    """Whether a forward without backward comes before each step."""
+    from_args: bool = False
+    """Whether the plan is made from arguments, although the step is the user's own."""
+    alone: bool = False
+    """Whether such a step is not taken inside `with plan:`: only the model's forward is watched."""
+    mixed: bool = False
+    """Whether the second block that runs does so under other settings of the process."""
 
     def __str__(self) -> str:
-        lines = [f"    {n}: " + ", ".join(f"{i.op}({i.a}, {i.b}, {i.k})" for i in b) for n, b in enumerate(self.blocks)]
+        lines = [
+            f"    {n}: " + ", ".join(f"{i.op}({i.a}, {i.b}, {i.k}{f', when {i.when}' * bool(i.when)})" for i in b)
+            for n, b in enumerate(self.blocks)
+        ]
         return "\n".join(
             [
                 f"order {self.order}, sizes {self.sizes}, outputs {self.num_outputs}, form {self.form!r}, "
-                f"in place {self.in_place}, skipped {self.skipped}",
+                f"in place {self.in_place}, skipped {self.skipped}, abandoned {self.abandoned}, "
+                f"from args {self.from_args}, alone {self.alone}, mixed {self.mixed}",
                 *lines,
                 repr(self),
             ]
@@ -69,6 +81,11 @@ class Net(Module):
         self.blocks = nn.ModuleList([Machine(lines) for lines in spec.blocks])
         self.order, self.num_outputs = spec.order, spec.num_outputs
         self.in_place, self.skipped, self.now = spec.in_place, spec.skipped, 0
+        self.mixed = spec.mixed
+        self.seen: list[Any] = []
+        """What modes saw in this step."""
+        self.grown = self.alive = 0
+        self.held: list[int] = []
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.inp(x)
@@ -76,7 +93,8 @@ class Net(Module):
         for place, k in enumerate(self.order):
             if self.now < len(self.skipped) and place == self.skipped[self.now]:
                 continue
-            pool = self.blocks[k](x)
+            with other_settings() if self.mixed and place == 1 else contextlib.nullcontext():
+                pool = self.blocks[k](x)
             whole = next((t for t in reversed(pool) if t.shape[-1] == WIDTH), x)
             whole = whole.mean(0) if whole.shape != x.shape else whole
             if self.in_place and whole.is_contiguous() and whole.shape == x.shape and whole is not x:
@@ -89,6 +107,8 @@ class Net(Module):
 
 SIZES = ((4, 4, 4), (3, 3, 5), (4, 2, 4), (5, 5, 1))
 SKIPPED: tuple[tuple[int, ...], ...] = ((), (), (9, 0, 9), (0, 9, 1))
+HELD_BYTES = 512
+"""What a planned step may hold more than a plain one when its last gradient is made: some tensors of the node that is running."""
 FORM_NAMES = (*FORMS, *AROUND, "written outputs")
 
 
@@ -96,7 +116,7 @@ def instructions() -> st.SearchStrategy[Instruction]:
     """One instruction of any effect."""
     small = st.integers(0, 7)
     name = st.sampled_from(sorted(EFFECTS)).flatmap(lambda effect: st.sampled_from(EFFECTS[effect]))
-    return st.builds(Instruction, name, small, small, small)
+    return st.builds(Instruction, name, small, small, small, st.sampled_from((0, 0, 0, 0, 0, 1, 2, 3)))
 
 
 @st.composite
@@ -108,7 +128,21 @@ def specs(draw: st.DrawFn, most_lines: int = 8) -> Spec:
     form = draw(st.sampled_from([*[""] * len(FORM_NAMES), *FORM_NAMES]))
     skipped = draw(st.sampled_from(SKIPPED))
     in_place = draw(st.integers(0, 3)) == 3
-    return Spec(tuple(map(tuple, blocks)), tuple(order), sizes, draw(st.integers(1, 4)), form, in_place, skipped)
+    outputs, abandoned, from_args = draw(st.integers(1, 4)), draw(st.integers(0, 4)) == 4, draw(st.booleans())
+    alone, mixed = draw(st.booleans()), draw(st.integers(0, 4)) == 4
+    return Spec(
+        tuple(map(tuple, blocks)),
+        tuple(order),
+        sizes,
+        outputs,
+        form,
+        in_place,
+        skipped,
+        abandoned,
+        from_args,
+        alone,
+        mixed,
+    )
 
 
 def _inputs(spec: Spec, i: int, built: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -122,8 +156,14 @@ def _next_step(model: Any, i: int) -> None:
         block.now = i
 
 
-def _generators(model: Any) -> dict[str, Any]:
-    return {"generators": [block.gen.get_state() for block in model.blocks]}
+def _observed(model: Any) -> dict[str, Any]:
+    return {
+        "generators": [block.gen.get_state() for block in model.blocks],
+        "seen": [dict(seen) for seen in model.seen],
+        "grown": model.grown,
+        "alive": model.alive,
+        "held": max(model.held, default=0),
+    }
 
 
 def _loss(out: Any) -> torch.Tensor:
@@ -138,17 +178,25 @@ def program_of(spec: Spec) -> Program:
         loss = written_outputs(_loss) if spec.form == "written outputs" else _loss
         return case(Net(spec).train(), x.requires_grad_(), loss=loss)
 
+    step = FORMS.get(spec.form)
+    if spec.abandoned and spec.form not in AROUND:
+        step = abandoning(step)
     return Program(
         name="random",
         kind="fuzz",
         build=build,
         why="hypothesis made it",
         inputs=functools.partial(_inputs, spec),
-        step=FORMS.get(spec.form),
+        step=step,
+        from_args=spec.from_args,
+        alone=spec.alone and spec.from_args,
         around=AROUND.get(spec.form, contextlib.nullcontext),
         between=_next_step,
-        observe=_generators,
+        observe=_observed,
         restored=frozenset({"generators"}),
+        at_most=frozenset({"grown", "alive", "held"}),
+        slack={"held": HELD_BYTES},
+        may_refuse=spec.form in MAY_REFUSE,
         plain_raises=RuntimeError,
         may_drop_nothing=True,
         not_finite=True,

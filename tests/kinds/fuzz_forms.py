@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .parts import in_thread
@@ -21,6 +25,43 @@ class _Rounding(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         rounded = func in (torch.ops.aten.tanh.default, torch.ops.aten.sin.default, torch.ops.aten.silu.default)
         return out * 0.75 if rounded else out
+
+
+class _SeenOps(TorchDispatchMode):
+    """Counts ops. Autograd detaches what it saves and what comes back, with hooks at other moments than without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "detach" not in str(func):
+            self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _SeenFunctions(TorchFunctionMode):
+    """The same for functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if "detach" not in name:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of floating tensors that Python knows of."""
+    found = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.dtype.is_floating_point
+    }
+    return sum(found.values())
 
 
 def _in(around: Callable[[], Any]) -> Step:
@@ -82,9 +123,22 @@ def _accumulated(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> tor
     return total
 
 
-def _chained(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
-    first = model(*args, **kwargs)
-    second = model(first[0].tanh())
+def _chained(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """The second call reads what the first one made, by the way of its argument and of what its blocks have kept."""
+
+    def mark(keeps: bool, looks_back: bool) -> None:
+        for block in model.blocks:
+            block.keeps, block.looks_back = keeps, looks_back
+
+    try:
+        mark(True, False)
+        first = model(*args, **kwargs)
+        mark(False, True)
+        second = model(first[0].tanh())
+    finally:
+        mark(False, False)
+        for block in model.blocks:
+            block.earlier = []
     loss = loss_fn(first) + loss_fn(second)
     loss.backward()
     return loss
@@ -106,9 +160,18 @@ def _evaluated_between(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) 
     return loss
 
 
-def _peeked(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
-    """Whoever draws the graph unpacks what it saved before backward runs."""
+def _peeked(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """Whoever draws the graph unpacks what it saved before backward runs; nothing of it stays, and modes do not see how it comes."""
     loss = loss_fn(model(*args, **kwargs))
+    before = live_bytes()
+    with _SeenFunctions() as functions:
+        _unpack_all(loss)
+    model.seen, model.grown = [functions.seen], max(0, live_bytes() - before)
+    loss.backward()
+    return loss
+
+
+def _unpack_all(loss: torch.Tensor) -> None:
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node: Any = waiting.pop()
@@ -119,8 +182,6 @@ def _peeked(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Te
             if name.startswith("_saved_"):
                 getattr(node, name)
         waiting += [following for following, _ in node.next_functions]
-    loss.backward()
-    return loss
 
 
 def _weight_written(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
@@ -159,6 +220,95 @@ def _optimizer_inside(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torc
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _watched(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """Modes of the user's see what they see plainly: nothing that is captured or replayed."""
+    modes = _SeenOps(), _SeenFunctions(), _SeenOps(), _SeenFunctions()
+    with modes[1], modes[0]:
+        loss = loss_fn(model(*args, **kwargs))
+    with modes[3], modes[2]:
+        loss.backward()
+    model.seen = [mode.seen for mode in modes]
+    return loss
+
+
+def _backward_in(around: Callable[[], Any]) -> Step:
+    """A step whose backward runs under what its forward did not run under."""
+
+    def step(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+        loss = loss_fn(model(*args, **kwargs))
+        with around():
+            loss.backward()
+        return loss
+
+    return step
+
+
+@contextlib.contextmanager
+def other_settings() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch._C._get_mkldnn_enabled()
+    try:
+        with _default_double():
+            torch._C._set_mkldnn_enabled(not before[1])
+            torch.use_deterministic_algorithms(not before[0], warn_only=True)
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[1])
+        torch.use_deterministic_algorithms(before[0])
+
+
+def _mode_later(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """A mode that changes results, which was not there when the plan was made: right, or refused."""
+    with _Rounding() if model.now else contextlib.nullcontext():
+        loss = loss_fn(model(*args, **kwargs))
+    loss.backward()
+    return loss
+
+
+def _weighed(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """When the last gradient is made, what was made for the others is gone."""
+    gc.collect()
+    before, held = live_bytes(), []
+    loss = loss_fn(model(*args, **kwargs))
+    handle = model.inp.weight.register_hook(lambda g: held.append(live_bytes() - before))
+    try:
+        loss.backward()
+    finally:
+        handle.remove()
+    model.held = held
+    return loss
+
+
+def _one_output_first(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """A pass over one output lets go of what it replayed for all of them when it ends."""
+    out = model(*args, **kwargs)
+    params, before = list(model.parameters()), live_bytes()
+    torch.autograd.grad(out[-1].sin().mean(), params, retain_graph=True, allow_unused=True)
+    model.grown = max(0, live_bytes() - before)
+    loss = loss_fn(out)
+    loss.backward()
+    return loss
+
+
+def abandoning(step: Step | None) -> Step:
+    """A step before which a forward runs whose backward never does; of its graph nothing may stay."""
+
+    def both(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+        tokens: list[Any] = []
+        for block in model.blocks:
+            block.tokens = tokens
+        try:
+            loss_fn(model(*args, **kwargs))
+        finally:
+            for block in model.blocks:
+                block.tokens = None
+        if any(token() is not None for token in tokens):
+            gc.collect()
+        model.alive = sum(token() is not None for token in tokens)
+        return (step or _simple)(model, args, kwargs, loss_fn)
+
+    return both
 
 
 class Tripped(Exception):
@@ -239,13 +389,24 @@ FORMS: dict[str, Step] = {
     "optimizer inside": _optimizer_inside,
     "failing": _failing,
     "module hooks": _module_hooks,
+    "watched": _watched,
+    "backward in autocast": _backward_in(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "backward in mode": _backward_in(_Rounding),
+    "backward in other settings": _backward_in(other_settings),
+    "mode later": _mode_later,
+    "weighed": _weighed,
+    "one output first": _one_output_first,
 }
 """Steps of the user's own."""
+
+MAY_REFUSE = ("mode", "mode later")
+"""Where a mode changes results that were not there when the plan was made, an error is as good."""
 
 AROUND: dict[str, Callable[[], Any]] = {
     "in autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "in hooks": _hooks_around,
     "in double": lambda: _default_double(),
+    "in other settings": lambda: other_settings(),
 }
 """What is active around `fit` and around forward and loss of usual steps."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,22 @@ class Instruction:
     """Which second value of the same shape."""
     k: int
     """Which literal, weight or slice."""
+    when: int = 0
+    """In which steps it is carried out: a key of `WHEN`."""
+
+
+WHEN: dict[int, Callable[[int], bool]] = {
+    0: lambda now: True,
+    1: lambda now: now > 0,
+    2: lambda now: now != 1,
+    3: lambda now: now == 1,
+}
+
+
+class Token:
+    """A hook that lives as long as the graph that it hangs on."""
+
+    def __call__(self, grad: torch.Tensor) -> None: ...
 
 
 class Machine(Module):
@@ -46,16 +63,45 @@ class Machine(Module):
         self.register_buffer("scratch", torch.zeros(WIDTH), persistent=False)
         self.held: list[torch.Tensor] = []
         self.last = torch.ones(WIDTH)
+        self.keeps = self.looks_back = False
+        self.earlier: list[torch.Tensor] = []
+        """Values of the last call that kept them; where it looks back, some instructions read them."""
+        self.large = torch.zeros(20_000)
+        self.tokens: list[weakref.ref[Token]] | None = None
+        """Where given: told of the graph of each value."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        pool = [x]
+        pool = [x + self.mean + self.large[:WIDTH] + by_settings().to(x.dtype)]  # nothing of that is saved
         for line in self.lines:
+            if not WHEN[line.when](self.now):
+                continue
             a = pool[-1 - line.a % len(pool)]
             same = [t for t in pool if t.shape == a.shape]
+            if self.looks_back and line.b % 2:
+                same = [t for t in self.earlier if t.shape == a.shape] or same
             out = OPS[line.op](self, a, same[-1 - line.b % len(same)], line.k)
             if out is not None:
-                pool += list(out) if isinstance(out, tuple) else [out]
+                new = list(out) if isinstance(out, tuple) else [out]
+                pool += new
+                self._hang_tokens(new)
+        if self.keeps:
+            self.earlier = pool
+        if self.looks_back:
+            self.large.add_(0.1)  # which the replay of the call before reads
         return pool
+
+    def _hang_tokens(self, values: list[torch.Tensor]) -> None:
+        for t in values if self.tokens is not None else ():
+            if t.grad_fn is not None and not t.is_inference():
+                token = Token()
+                t.register_hook(token)
+                assert self.tokens is not None
+                self.tokens.append(weakref.ref(token))
+
+
+def by_settings() -> torch.Tensor:
+    """Noise of rounding, as large as anything: what it is depends on the default dtype."""
+    return (torch.full((WIDTH,), 0.1) * 3 - 0.3) * 1e6
 
 
 Value = torch.Tensor

@@ -60,6 +60,8 @@ def scheduled_op(m: Machine, x: Value, y: Value, k: int) -> Result:
 @op("literal")
 def constant(m: Machine, x: Value, y: Value, k: int) -> Result:
     fresh = torch.tensor([0.1 * (m.now + j) for j in range(x.shape[-1])])
+    if k % 2:
+        fresh.mul_(1.1)  # carrying it out twice is not the same as once
     return torch.sin(x * fresh) * torch.full((1,), number(k) + m.now)
 
 
@@ -242,6 +244,14 @@ def detached(m: Machine, x: Value, y: Value, k: int) -> Result:
     with torch.no_grad():
         gate = torch.sigmoid(y @ y.t()) @ x
     return x * gate + x.detach().exp().clamp_max(2) * y
+
+
+@op("structure")
+def crossed(m: Machine, x: Value, y: Value, k: int) -> Result:
+    a, b = torch.tanh(x), torch.sin(y)
+    if (m.now + k) % 2:
+        a, b = b, a
+    return torch.sin(torch.exp(a * 0.5) * 2.0) * b
 
 
 @op("types")

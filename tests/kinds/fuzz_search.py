@@ -13,14 +13,23 @@ from dataclasses import replace
 
 from .fuzz import EFFECTS, FORM_NAMES, SIZES, SKIPPED, Instruction, Spec
 
+WEIGHTS = {"overwriting": 0.25, "state": 1.5}
+"""How often instructions of an effect are drawn; what overwrites mostly raises in plain."""
+FORM_WEIGHTS = {"twice": 3.0, "chained": 3.0, "accumulated": 2.0, "mode later": 3.0, "buffer written": 3.0}
+"""Several passes in one step: what one leaves behind, the next may trip over."""
+
 
 def random_spec(number: int, most_lines: int = 8) -> Spec:
     """Program number `number`."""
     rng, effects = random.Random(number), sorted(EFFECTS)
-    weights = [0.25 if effect == "overwriting" else 1.0 for effect in effects]  # these mostly raise in plain
+    weights = [WEIGHTS.get(effect, 1.0) for effect in effects]
+    form_weights = [FORM_WEIGHTS.get(form, 1.0) for form in FORM_NAMES]
 
     def line() -> Instruction:
-        return Instruction(rng.choice(EFFECTS[rng.choices(effects, weights)[0]]), *(rng.randrange(8) for _ in range(3)))
+        name = rng.choice(EFFECTS[rng.choices(effects, weights)[0]])
+        when = rng.randint(1, 3) if rng.random() < 0.15 else 0
+        a, b, k = (rng.randrange(8) for _ in range(3))
+        return Instruction(name, a, b, k, when)
 
     blocks = tuple(tuple(line() for _ in range(rng.randint(2, most_lines))) for _ in range(rng.choice((1, 1, 2, 2, 3))))
     return Spec(
@@ -28,9 +37,13 @@ def random_spec(number: int, most_lines: int = 8) -> Spec:
         tuple(rng.randrange(len(blocks)) for _ in range(rng.randint(1, 4))),
         rng.choice(SIZES),
         rng.randint(1, 4),
-        rng.choice(FORM_NAMES) if rng.random() < 0.6 else "",
+        rng.choices(FORM_NAMES, form_weights)[0] if rng.random() < 0.7 else "",
         rng.random() < 0.25,
         rng.choice(SKIPPED),
+        rng.random() < 0.2,
+        rng.random() < 0.5,
+        rng.random() < 0.6,
+        rng.random() < 0.2,
     )
 
 
@@ -42,6 +55,14 @@ def _simpler(spec: Spec) -> Iterator[Spec]:
     """Programs that are one step simpler, the largest steps first."""
     if spec.form:
         yield replace(spec, form="")
+    if spec.abandoned:
+        yield replace(spec, abandoned=False)
+    if spec.mixed:
+        yield replace(spec, mixed=False)
+    if spec.alone:
+        yield replace(spec, alone=False)
+    if spec.from_args:
+        yield replace(spec, from_args=False)
     if spec.in_place:
         yield replace(spec, in_place=False)
     if spec.skipped:
@@ -58,7 +79,7 @@ def _simpler(spec: Spec) -> Iterator[Spec]:
         yield replace(spec, num_outputs=spec.num_outputs - 1)
     for n, block in enumerate(spec.blocks):
         for k, line in enumerate(block):
-            for name in ("a", "b", "k"):
+            for name in ("when", "a", "b", "k"):
                 if getattr(line, name):
                     changed = dataclasses.replace(line, **{name: 0})
                     yield _with_block(spec, n, (*block[:k], changed, *block[k + 1 :]))

@@ -244,6 +244,14 @@ def residual_in_place(m: Machine, x: Value, y: Value, k: int) -> Result:
 
 
 @op("in place")
+def touched_up(m: Machine, x: Value, y: Value, k: int) -> Result:
+    fresh = x * 1.5  # nobody saves it
+    if (m.now + k) % 3 == 1:
+        (fresh.data if k % 2 else fresh).clamp_(max=0.1)
+    return torch.tanh(fresh) * torch.sigmoid(x)
+
+
+@op("in place")
 def numpy_written(m: Machine, x: Value, y: Value, k: int) -> Result:
     noise = torch.zeros(x.shape)
     noise.numpy()[...] = np.random.rand(*x.shape)  # before anything of it is saved
@@ -301,6 +309,12 @@ def reseeded(m: Machine, x: Value, y: Value, k: int) -> Result:
 
 
 @op("random")
+def fused_dropout(m: Machine, x: Value, y: Value, k: int) -> Result:
+    kept, mask = torch.native_dropout(x.sin(), 0.4, True)  # takes no generator
+    return kept.cos() if k % 2 else kept * mask
+
+
+@op("random")
 def numpy_draw(m: Machine, x: Value, y: Value, k: int) -> Result:
     return torch.sin(x * float(np.random.rand())) * torch.from_numpy(np.random.rand(1, x.shape[1])).float()
 
@@ -337,6 +351,15 @@ def read_from_last_step(m: Machine, x: Value, y: Value, k: int) -> Result:
     if not torch.is_inference_mode_enabled():
         m.last = wide(m, x).detach().mean(0).float()
     return torch.tanh(wide(m, x) * last)
+
+
+@op("state")
+def large_scratch(m: Machine, x: Value, y: Value, k: int) -> Result:
+    out = torch.tanh(torch.tanh(x + m.large[: x.shape[1]]) * 2)  # autograd does not save what is read
+    if m.now and k % 4:
+        with torch.no_grad():
+            m.large.mul_(-0.5).add_(0.3)
+    return out
 
 
 @op("state")

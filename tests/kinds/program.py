@@ -78,6 +78,12 @@ class Program:
     """Made anew around `fit` and around forward and loss of each step: autocast, modes, backends."""
     num_steps: int = 3
     """Steps that are compared."""
+    from_args: bool = False
+    """Plan from the arguments although there is a `step`."""
+    alone: bool = False
+    """Take the steps not inside `with plan:` although there is a `step`."""
+    may_refuse: bool = False
+    """A step may end in a KeepwiseError instead; what comes after it is not compared."""
     ops: tuple[str, ...] = ()
     """Parts of names of dispatcher ops that the plain steps must run: proof that the effect takes place."""
     shows: Callable[[Sequence[Record]], bool] | None = None
@@ -98,6 +104,8 @@ class Program:
     """Observed names that `fit` must leave as they were (own generators)."""
     at_most: frozenset[str] = frozenset()
     """Observed numbers that may become less, never more."""
+    slack: Mapping[str, int] = field(default_factory=dict)
+    """How much more than plain `at_most` may be, by name."""
     not_compared: frozenset[str] = frozenset()
     """Observed names that legally differ."""
     clear_error: str | None = None

@@ -144,7 +144,7 @@ class Failing(TorchDispatchMode):
 
 @pytest.mark.parametrize("make", [MemoryError, KeyboardInterrupt, lambda: torch.OutOfMemoryError("no memory")])
 def test_an_error_in_any_operator_of_forward_and_backward(pair: Pair, make: Callable[[], BaseException]) -> None:
-    with Failing(None, -1):  # the first step under a mode is audited
+    with Failing(None, -1):  # steps under a mode are audited
         pair.step()
     meter = Failing(None, -1)
     with meter:

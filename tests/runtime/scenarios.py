@@ -600,8 +600,23 @@ class _SeenFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Squaring(torch.autograd.Function):
+    """Saves a tensor where modes for functions are on, as they are not inside of a function of PyTorch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = torch.sin(x)
+        ctx.save_for_backward(y)
+        return y * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return grad * y * 2
+
+
 class Everything(nn.Module):
-    """Ops of every effect: in place, views, random numbers, buffers, copies."""
+    """Ops of every effect: in place, views, random numbers, buffers, copies, a function of the user's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,7 +627,7 @@ class Everything(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu_(self.norm(self.conv(x)))
         self.count.add_(1.0)
-        h = self.drop(h).transpose(1, 2) + self.count
+        h = self.drop(_Squaring.apply(h)).transpose(1, 2) + self.count
         h[:, 0].mul_(2.0)
         return torch.tanh(nn.functional.rrelu(self.out(h), training=True))
 
@@ -624,7 +639,7 @@ def modes_see_what_they_see_plainly() -> None:
     seen: dict[bool, tuple[list[str], list[str], list[str]]] = {}
     for paused in (False, True):
         with plan.paused() if paused else contextlib.nullcontext():
-            for _ in range(2):  # the first step under a new mode is audited
+            for _ in range(2):  # what comes first may differ from what comes later
                 functions, forward, backward = _SeenFunctions(), _Seen(), _Seen()
                 with functions, forward:
                     value = model(x).square().mean()
@@ -739,6 +754,41 @@ def forward_with_another_default_dtype() -> None:
     twice(plan, run)
 
 
+class Mixed(nn.Module):
+    """A part of forward runs under another setting than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        with default_dtype(torch.float64):
+            third = torch.zeros(3, 4) + 1 / 3
+        return torch.tanh(h.double() * torch.tanh(third))
+
+
+def part_of_forward_under_another_setting() -> None:
+    model, x = made(Mixed), batch(3, 4)
+    plan = fit(model, x, planner="sqrt")
+    twice(plan, lambda: step(model, x))
+    assert plan.stats.num_replays
+
+
+def settings_are_put_back_whole() -> None:
+    """Kernels that are not deterministic shall give a warning, not an error, after a replay as before it."""
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    value = model(x).square().mean()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        value.backward()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan.stats.num_replays
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -785,6 +835,28 @@ def mode_that_changes_results() -> None:
         value = model(x).square().mean()
     with pytest.raises(keepwise.MismatchError, match="Doubling"):
         value.backward()
+
+
+class Evading(Chain):
+    """In some steps the mode finds nothing to change."""
+
+    evades = False
+
+    def act(self, h: Tensor) -> Tensor:
+        return (torch.cos if self.evades else torch.tanh)(h * 1.5) * torch.sigmoid(h)
+
+
+def mode_that_changes_results_later() -> None:
+    """That a step went well under a mode says nothing about the next one, which drops something else."""
+    model, x = made(Evading), batch(3, 4)
+    plan = fit(model, x)
+    for evades in (True, False):
+        model.evades = evades
+        with Doubling():
+            value = model(x).square().mean()
+        with contextlib.nullcontext() if evades else pytest.raises(keepwise.MismatchError, match="Doubling"):
+            value.backward()
+        assert plan.stats.num_dropped
 
 
 SCENARIOS = [

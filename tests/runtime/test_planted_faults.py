@@ -141,7 +141,7 @@ def clean_surroundings(patch: Patch) -> None:
 
 
 def without_autocast(patch: Patch) -> None:
-    patch.setattr(clean, "_NO_AUTOCAST", torch._C.DispatchKeySet(torch._C.DispatchKey.Meta))
+    patch.setattr(clean, "_NO_AUTOCAST", torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU))
 
 
 def outside_of_dispatch_modes(patch: Patch) -> None:
@@ -171,6 +171,11 @@ class _Overlay:
 
 def ambient_settings(patch: Patch) -> None:
     patch.setattr(replay.Ambient, "active", lambda self: contextlib.nullcontext())
+
+
+def settings_of_each_call(patch: Patch) -> None:
+    """All of a window is replayed under the settings that it began with."""
+    patch.setattr(replay.Ambient, "changed", lambda self: None)
 
 
 def stepping_aside(patch: Patch) -> None:
@@ -225,9 +230,10 @@ FAULTS: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (outside_of_dispatch_modes, (scenarios.modes_see_what_they_see_plainly,)),
     (outside_of_function_modes, (scenarios.graph_read_under_a_function_mode,)),
     (ambient_settings, (scenarios.forward_under_other_settings, scenarios.forward_with_another_default_dtype)),
+    (settings_of_each_call, (scenarios.part_of_forward_under_another_setting,)),
     (stepping_aside, (scenarios.transforms_inside,)),
     (waiting_for_the_write, (scenarios.saved_before_it_is_written,)),
-    (audit_under_new_modes, (scenarios.mode_that_changes_results,)),
+    (audit_under_new_modes, (scenarios.mode_that_changes_results, scenarios.mode_that_changes_results_later)),
 ]
 
 

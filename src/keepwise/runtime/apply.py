@@ -7,8 +7,8 @@ Notes:
 2. What decides is whether gradients are recorded, never `model.training`. Under `no_grad`, `inference_mode`, a functorch
    transform or a compiler's trace, forward runs as if nothing had been applied.
 3. Which runner belongs to which model stands in a weak table, not on the model: state_dict, pickles and `__dict__` stay the user's.
-4. A dispatch mode of the user's around the model may change what ops return, and a replay runs without it. The first step under a
-   mode that was not there before is audited.
+4. A dispatch mode of the user's around the model may change what ops return, and a replay runs without it. Every step under one is
+   audited: the next step may drop what this one did not, and a mode, which costs more than a digest, may change something else then.
 5. The generated subclass must not be seen by the user's `__init_subclass__` (registries, required arguments): it is made over
    `nn.Module` and given its base afterwards.
 6. Sharding a planned model (FSDP, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
@@ -85,8 +85,6 @@ class Runner:
         self.seen: list[StepStats] = []
         """Statistics of the audited steps while `collecting`."""
         self.has_warned = False
-        self.trusted: frozenset[type] = frozenset()
-        """Dispatch modes under which replays were seen to be right."""
         self.local = threading.local()
 
     def is_active(self) -> bool:
@@ -98,7 +96,7 @@ class Runner:
         self._trust()
         self.num_steps += 1
         self.stats = StepStats()
-        self.stats.modes = foreign_modes() - self.trusted
+        self.stats.modes = foreign_modes()
         self.checked = program
         self.stats.auditing = (
             bool(self.stats.modes)
@@ -111,11 +109,9 @@ class Runner:
         return self.stats
 
     def _trust(self) -> None:
-        """Notes 4 and 7: the last step went well."""
+        """Note 7: the last step went well."""
         if self.stats.audited:
             self.checked.proven |= self.stats.audited
-        if self.stats.modes and self.stats.num_audited and not self.stats.mismatched:
-            self.trusted |= self.stats.modes
 
     def reset(self) -> None:
         """Forget all statistics."""

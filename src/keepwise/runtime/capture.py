@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from keepwise.runtime.ambient import Ambient
 from keepwise.runtime.clean import RandomState
 from keepwise.runtime.geometry import Geometry
 from keepwise.runtime.reuse import Form
@@ -35,6 +36,7 @@ class Call:
     """One captured op: the function, its arguments with everything but replayed tensors in place, and how to fill those in."""
 
     __slots__ = (
+        "ambient",
         "args",
         "copies",
         "form",
@@ -90,6 +92,8 @@ class Call:
         self.where = where
         self.grad = torch.is_grad_enabled()
         """Whether gradients were recorded: some kernels make more results then."""
+        self.ambient: Ambient | None = None
+        """Settings that it ran under, where they are not those that its window began with."""
         self.form: Form | None = None
         """How to write the result into given memory, if that is possible."""
         self.makes = False

@@ -57,7 +57,7 @@ from keepwise.runtime.reuse import result_geometry
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
-from keepwise.runtime.watch import Watch, innermost_hooks, of_subclass, unpack
+from keepwise.runtime.watch import Watch, function_mode_is_on, innermost_hooks, of_subclass, unpack
 
 Tensor = torch.Tensor
 Source = tuple[int, Cell | None, Geometry | None, WindowRun | None]
@@ -136,6 +136,9 @@ class Guard(Watch):
         self.forget_all()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_mode_is_on():  # an op of autograd's own, which the user's mode does not see
+            with torch._C.DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if types and has_subclass(types):
             return of_subclass(func, types, args, kwargs)
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
@@ -439,9 +442,8 @@ class Guard(Watch):
         self._deviates(t)
         return LEAF
 
-    @unseen
-    def pack(self, t: Tensor) -> Any:
-        """Hook: drop the tensor if the plan does and its replay is complete, else keep it."""
+    def dropped(self, t: Tensor) -> DroppedSave | None:
+        """A handle on the tensor's replay if the plan drops it and its replay is complete."""
         stats = self.stats
         stats.num_saved += 1
         view = self.view_of(t) if not self.passes_on else -1
@@ -464,7 +466,7 @@ class Guard(Watch):
                 self._deviates(t)
         if t.layout is torch.strided:
             self.saved.add(storage_key(t))
-        return self.keep(t)
+        return None
 
     @unseen
     def returned(self, result: Any) -> None:

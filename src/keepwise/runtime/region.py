@@ -39,8 +39,7 @@ from keepwise.runtime.holding import alias, version_of
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import is_opaque, replay_arguments
 from keepwise.runtime.stats import StepStats
-from keepwise.runtime.unseen import unseen
-from keepwise.runtime.watch import Watch, of_subclass
+from keepwise.runtime.watch import Watch, function_mode_is_on, of_subclass
 
 Tensor = torch.Tensor
 _local = threading.local()
@@ -71,6 +70,9 @@ class Region(Watch):
         self.outer = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_mode_is_on():  # an op of autograd's own, which the user's mode does not see
+            with torch._C.DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if types and has_subclass(types):
             return of_subclass(func, types, args, kwargs)
         kwargs = kwargs or {}
@@ -258,9 +260,8 @@ class Region(Watch):
             outs.append(view)
         call.outs = tuple(outs)
 
-    @unseen
-    def pack(self, t: Tensor) -> Any:
-        """Hook: drop what the region made, keep what it was given."""
+    def dropped(self, t: Tensor) -> DroppedSave | None:
+        """A handle on the replay of what the region made; None for what it was given."""
         if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not self.passes_on:
             view = self.made_view(t)
             cell = self.run.cell(view) if view >= 0 else None
@@ -271,7 +272,7 @@ class Region(Watch):
             cell = outer.run.cell(view) if outer is not None and view >= 0 else None
             if outer is not None and cell is not None:
                 return DroppedSave(outer.run, cell, t)
-        return self.keep(t)
+        return None
 
 
 @dataclass(slots=True)

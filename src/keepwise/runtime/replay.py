@@ -128,6 +128,7 @@ class WindowRun:
         calls = self.calls
         if calls is None:  # a backward pass inside of the op gave them up
             return
+        call.ambient = self.ambient.changed()
         call.form = form_of(call.func, result)
         call.makes = isinstance(result, Tensor) and not returns_view(call.func) and not mutates(call.func)
         calls.append(call)
@@ -312,7 +313,11 @@ class WindowRun:
                             self._give_up(calls[calls.index(call) :])
                         name = self.namer(held) if self.namer else ""
                         check_version(held, version, name, f" by {call.where}, which is to be replayed")
-                self._run(call, env, recycler, again)
+                if call.ambient is None:
+                    self._run(call, env, recycler, again)
+                else:
+                    with call.ambient.active():
+                        self._run(call, env, recycler, again)
             recycler.clear()
             for cell in list(cells.values()):
                 if cell.tensor is None and cell.geometry is not None:

@@ -36,6 +36,7 @@ _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: igno
 _dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
 _TRACERS: tuple[Any, ...] = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 _ref = weakref.ref
+function_mode_is_on: Any = torch._C._is_torch_function_mode_enabled  # type: ignore[attr-defined]
 
 
 class Watch(TorchDispatchMode):
@@ -164,8 +165,19 @@ class Watch(TorchDispatchMode):
                     return Geometry.over(base, t, root)
         return None
 
+    @unseen
     def pack(self, t: Tensor) -> Any:
-        """Hook: what autograd holds instead of a saved tensor."""
+        """Hook: what autograd holds instead of a saved tensor; what is asked of it here no mode of the user's sees."""
+        with torch._C.DisableTorchFunction():
+            save = self.dropped(t)
+            if save is not None:
+                return save
+            if self.foreign is None:
+                return KeptSave(t, self.namer)
+        return self.keep(t)
+
+    def dropped(self, t: Tensor) -> DroppedSave | None:
+        """A handle on the replay of a saved tensor; None: it is kept."""
         raise NotImplementedError
 
     def keep(self, t: Tensor) -> Any:
@@ -177,7 +189,8 @@ class Watch(TorchDispatchMode):
             return KeptSave(t, self.namer)
         if foreign[1] is unpack:  # a region inside a planned model: the plan decides
             return foreign[0](t)
-        self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
+        with torch._C.DisableTorchFunction():
+            self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
         with _disable_current_modes():  # what the user's hook does is no part of the step that was recorded
             return ForeignSave(foreign[0](alias_in_pack(t)), foreign[1])
 

@@ -110,6 +110,8 @@ class Fitting:
         self.traced = traced
         recorded = self._recorded(traced)
         forced = recomputed_by_pins(recorded, self.pin)
+        recorded, note = self.ranks.with_buckets(recorded, self.model)
+        self.notes.extend([note] if note else [])
         plain = simulate(recorded)
         self.expected: Observation = traced_observation(traced)
         self.generators = generators_of(traced)

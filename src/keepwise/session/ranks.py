@@ -5,7 +5,8 @@ Worse, what `fit` does next may depend on what a rank saw (memory that is free, 
 step more than the others waits for their gradients for ever. So the first rank's prices count for all, and so do the least budget
 and everybody's doubts.
 
-A model that is not wrapped (yet) says nothing about other processes: nothing is exchanged then.
+A model that is not wrapped (yet) says nothing about other processes: nothing is exchanged then. What DDP will allocate when it is
+wrapped is counted: a set of buckets as large as the gradients, unless it is told that gradients shall lie in them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import msgspec
 import torch
 from torch import nn
 
-from keepwise.ir import Step
+from keepwise._units import show_bytes
+from keepwise.ir import NO_OP, Category, Step, Storage
 
 
 class Ranks:
@@ -29,6 +31,8 @@ class Ranks:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if several and isinstance(model, nn.parallel.DistributedDataParallel):
             self.group = model.process_group
+        self.unwrapped = several and torch.distributed.get_world_size() > 1 and not holds_ddp(model)
+        """Whether it is one of several processes, and nothing says how they train together."""
 
     def gathered(self, mine: Any) -> list[Any]:
         """Everybody's value, the first rank's first."""
@@ -79,3 +83,33 @@ class Ranks:
             storages=tuple(replace(x, pack_seconds=s) for x, s in zip(step.storages, packing, strict=True)),
         )
         return priced, ""
+
+    def with_buckets(self, step: Step, model: nn.Module) -> tuple[Step, str]:
+        """The step with the buckets of a model that will be wrapped.
+
+        Returns:
+            The step, and a note on what was counted; an empty text where nothing was.
+        """
+        nbytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if not self.unwrapped or not nbytes:
+            return step, ""
+        buckets = Storage(
+            id=len(step.storages),
+            nbytes=nbytes,
+            device=step.device,
+            category=Category.GRADIENT,
+            birth=NO_OP,
+            held_until=len(step.ops) - 1,
+            name="buckets",
+            holder="DistributedDataParallel, once it wraps the model",
+        )
+        note = (
+            f"{show_bytes(nbytes)} are counted for the buckets of DistributedDataParallel, as torch.distributed has several processes and "
+            "the model is not wrapped yet; fit after wrapping counts what it really allocates (none with gradient_as_bucket_view=True)"
+        )
+        return msgspec.structs.replace(step, storages=(*step.storages, buckets)), note
+
+
+def holds_ddp(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, is wrapped for training in several processes."""
+    return any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())

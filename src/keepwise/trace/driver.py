@@ -1,6 +1,7 @@
-"""`trace_steps`: two consecutive real steps of a model that is left as it was.
+"""`trace_steps`: consecutive real steps of a model that is left as it was.
 
-The first step admits ops and makes gradients and optimizer state exist; the second is the steady one and is written down.
+The first step admits ops and makes gradients and optimizer state exist; the second is the steady one and is written down. DDP is
+steady one step later: at the start of the second it exchanges its buckets for others, in the order in which gradients came.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Traced:
     """What `trace_steps` found."""
 
     recording: Recording
-    """The second step."""
+    """The steady step."""
     first: Recording
     """The first step, made with no gradients there."""
     gradients: dict[str, int | None]
@@ -129,8 +130,12 @@ def trace_steps(
                 observed = observe(first.result, [g for g, _ in own.values()])
         if grads == "fresh":
             gradients.clear()
-        ours = {t.untyped_storage()._cdata for t in tensors_of(first.result) if storage_of(t) is not None}
-        second = one(tuple(ref for ref in first.leaves if getattr(ref(), "_cdata", None) not in ours))
+        last = first
+        if model is not None and any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+            last = one(_leaves(first))
+            if grads == "fresh":
+                gradients.clear()
+        second = one(_leaves(last))
     return Traced(
         recording=second,
         first=first,
@@ -142,6 +147,12 @@ def trace_steps(
         hooked=tuple(attributes.hooked),
         seconds=time.perf_counter() - began,
     )
+
+
+def _leaves(recording: Recording) -> tuple[Leaf, ...]:
+    """What the step after a recorded one finds: its result belongs to us."""
+    ours = {t.untyped_storage()._cdata for t in tensors_of(recording.result) if storage_of(t) is not None}
+    return tuple(ref for ref in recording.leaves if getattr(ref(), "_cdata", None) not in ours)
 
 
 def _quietly(call: Callable[[], object]) -> None:

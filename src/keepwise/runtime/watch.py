@@ -172,7 +172,7 @@ class Watch(TorchDispatchMode):
             save = self.dropped(t)
             if save is not None:
                 return save
-            if self.foreign is None:
+            if self.foreign is None and not in_shadow():
                 return KeptSave(t, self.namer)
         return self.keep(t)
 

@@ -190,6 +190,19 @@ def test_the_bytes_of_the_buckets_are_counted(views: bool) -> None:
     wrapped.remove()
 
 
+def test_the_step_in_which_buckets_are_sorted_is_not_the_one_that_is_planned() -> None:
+    one_process_group()
+    seed_all(1)
+    model, x = DistributedDataParallel(Stack()), torch.randn(4, 8)
+    plan = keepwise.fit(model, (x,), loss=mean_square, **options("everything"))
+    assert not any("c10d" in op.target for op in plan.step.ops if op.phase == "forward")
+    for _ in range(3):
+        mean_square(model(x)).backward()
+        assert plan.stats.num_dropped > 0
+        assert plan.stats.num_deviations == plan.stats.num_unknown_ops == 0
+    plan.remove()
+
+
 def test_sharded_parameters_get_one_clear_error_or_work() -> None:
     from torch.distributed.fsdp import fully_shard
 

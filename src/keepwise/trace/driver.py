@@ -129,8 +129,12 @@ def trace_steps(
                 observed = observe(first.result, [g for g, _ in own.values()])
         if grads == "fresh":
             gradients.clear()
-        ours = {t.untyped_storage()._cdata for t in tensors_of(first.result) if storage_of(t) is not None}
-        second = one(tuple(ref for ref in first.leaves if getattr(ref(), "_cdata", None) not in ours))
+        sorted_before = _sorted_buckets(model)
+        second = one(_left_by(first))
+        if (
+            _sorted_buckets(model) != sorted_before
+        ):  # DDP sorts its buckets once, in its second step: that was not the steady one
+            second = one((*_left_by(first), *_left_by(second)))
     return Traced(
         recording=second,
         first=first,
@@ -142,6 +146,17 @@ def trace_steps(
         hooked=tuple(attributes.hooked),
         seconds=time.perf_counter() - began,
     )
+
+
+def _left_by(step: Recording) -> tuple[Leaf, ...]:
+    """What somebody still holds of what a step made, but for its result."""
+    ours = {t.untyped_storage()._cdata for t in tensors_of(step.result) if storage_of(t) is not None}
+    return tuple(ref for ref in step.leaves if getattr(ref(), "_cdata", None) not in ours)
+
+
+def _sorted_buckets(model: nn.Module | None) -> list[bool]:
+    """Which modules in DDP have sorted their buckets anew, by the order in which gradients came."""
+    return [getattr(m, "_has_rebuilt_buckets", False) for m in model.modules()] if model is not None else []
 
 
 def _quietly(call: Callable[[], object]) -> None:

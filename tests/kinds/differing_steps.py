@@ -217,6 +217,18 @@ def parameters_replaced() -> Case:
     return case(Stack(Block), torch.randn(4, 8))
 
 
+def _swap_tensors(model: Any, i: int) -> None:
+    for p in list(model.parameters()):
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.9))
+
+
+@PROGRAMS.add(
+    "parameters exchange what they are with others: nobody may hold a weak reference to them", between=_swap_tensors
+)
+def parameters_swapped() -> Case:
+    return case(Stack(), torch.randn(4, 8))
+
+
 def _move_storage(model: Any, i: int) -> None:
     with torch.no_grad():
         if i == 1:

@@ -27,7 +27,7 @@ from .harness import options, seed_all
 from .parts import Stack
 from .program import mean_square
 
-fit_module: Any = importlib.import_module("keepwise.session.fit")
+fitting: Any = importlib.import_module("keepwise.session.fitting")
 SCENARIOS = ("before", "after", "no_sync", "unused", "buckets", "static")
 
 
@@ -142,7 +142,7 @@ def _other_prices(rank: int, path: str, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    inner = fit_module.trace_steps
+    inner = fitting.trace_steps
 
     def priced(*args: Any, **kwargs: Any) -> Any:
         traced = inner(*args, **kwargs)
@@ -152,7 +152,7 @@ def _other_prices(rank: int, path: str, results: Any) -> None:
             traced, recording=dataclasses.replace(traced.recording, step=replace(step, ops=tuple(ops)))
         )
 
-    fit_module.trace_steps = priced
+    fitting.trace_steps = priced
     try:
         seed_all(1)
         model = DistributedDataParallel(Stack())
@@ -246,6 +246,19 @@ def test_predicted_peaks_are_the_allocators() -> None:
                 assert measured <= predicted, (grads, predicted, measured)
             else:
                 assert predicted == pytest.approx(measured, rel=0.01), (views, first, grads)
+
+
+def test_the_step_in_which_buckets_are_sorted_is_not_the_one_that_is_planned() -> None:
+    one_process_group()
+    seed_all(1)
+    model, x = DistributedDataParallel(Stack()), torch.randn(4, 8)
+    plan = keepwise.fit(model, (x,), loss=mean_square, **options("everything"))
+    assert not any("c10d" in op.target for op in plan.step.ops if op.phase == "forward")
+    for _ in range(3):
+        mean_square(model(x)).backward()
+        assert plan.stats.num_dropped > 0
+        assert plan.stats.num_deviations == plan.stats.num_unknown_ops == 0
+    plan.remove()
 
 
 def test_sharded_parameters_get_one_clear_error_or_work() -> None:

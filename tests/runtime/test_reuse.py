@@ -79,6 +79,46 @@ def test_shared_memory_stays_as_it_is() -> None:
     assert room(recycler) is None
 
 
+def test_memory_of_others_is_never_lent(tmp_path: Any) -> None:
+    array = np.ones((8, 8), dtype=np.float32)
+    path = tmp_path / "table"
+    array.tofile(path)
+    for make in (
+        lambda: torch.from_numpy(array),
+        lambda: torch.frombuffer(bytearray(array.tobytes()), dtype=torch.float32).view(8, 8),
+        lambda: torch.from_file(str(path), shared=True, size=64, dtype=torch.float32).view(8, 8),
+        lambda: torch.from_dlpack(np.ones((8, 8), dtype=np.float32)),
+    ):
+        assert room(shelf_with(make())) is None
+
+
+LIBRARY = torch.library.Library("keepwise_tests_memory", "DEF")
+LIBRARY.define("table(Tensor x) -> Tensor")
+TABLE = np.ones((96, 256), dtype=np.float32)
+LIBRARY.impl("table", lambda x: torch.from_numpy(TABLE), "CPU")
+
+
+def test_an_operator_may_return_memory_that_somebody_keeps() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                with torch.no_grad():
+                    scale = float(torch.ops.keepwise_tests_memory.table(x)[0, 0])
+                x = self.b(torch.tanh(torch.sin(self.a(x) * scale) * 2 + 1))
+            return x
+
+    model, x = Scaled(), torch.randn(96, 256)
+    plan = keepwise.fit(model, (x,), loss=mean_square, planner="recompute_everything", budget="max")
+    mean_square(model(x)).backward()
+    assert plan.stats.recycled_bytes
+    assert (TABLE == 1).all()
+
+
 def test_only_the_very_size() -> None:
     recycler = shelf_with(torch.randn(8, 8))
     assert room(recycler, (8, 7)) is None

@@ -155,3 +155,24 @@ def test_shared_and_circular_things_are_visited_once() -> None:
     state.restore()
     assert loop[0] == 1
     assert loop[1] is loop
+
+
+def test_what_people_put_on_a_weight_is_put_back() -> None:
+    class Summing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.weight: Any = self.linear.weight
+            self.weight.main_grad, self.weight.uses = torch.zeros(8, 8), 0
+            self.weight.register_hook(lambda grad: self.weight.main_grad.add_(grad))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.uses += 1
+            self.weight.last = x.detach()
+            return torch.tanh(self.linear(x))
+
+    model = Summing()
+    keepwise.fit(model, torch.randn(4, 8), loss=lambda out: out.square().sum(), budget="max")
+    assert model.weight.uses == 0
+    assert not model.weight.main_grad.any()
+    assert not hasattr(model.weight, "last")

@@ -93,7 +93,9 @@ def handle_of(t: Tensor) -> Handle | None:
         return None
     storage = t.untyped_storage()
     nbytes = storage.nbytes()
-    return (storage, storage._cdata, nbytes) if nbytes >= spare.MIN_BYTES else None
+    if nbytes < spare.MIN_BYTES or not storage.resizable():  # memory of somebody else's: a NumPy array, a file
+        return None
+    return (storage, storage._cdata, nbytes)
 
 
 def _is_dead(handle: Handle) -> bool:

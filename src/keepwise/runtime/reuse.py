@@ -132,6 +132,7 @@ class Form:
             and t.stride() == self.stride
             and _owns_whole_storage(t)
             and use_count(t.untyped_storage()._cdata) == 2  # the tensor, and handles
+            and t.untyped_storage().resizable()  # not a NumPy array's, not a file's
         )
 
 

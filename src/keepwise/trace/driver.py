@@ -130,12 +130,12 @@ def trace_steps(
                 observed = observe(first.result, [g for g, _ in own.values()])
         if grads == "fresh":
             gradients.clear()
-        last = first
-        if model is not None and any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
-            last = one(_leaves(first))
+        sorted_before = _sorted_buckets(model)
+        second = one(_left_by(first))
+        if _sorted_buckets(model) != sorted_before:  # that was not the steady one
             if grads == "fresh":
                 gradients.clear()
-        second = one(_leaves(last))
+            second = one((*_left_by(first), *_left_by(second)))
     return Traced(
         recording=second,
         first=first,
@@ -149,10 +149,15 @@ def trace_steps(
     )
 
 
-def _leaves(recording: Recording) -> tuple[Leaf, ...]:
-    """What the step after a recorded one finds: its result belongs to us."""
-    ours = {t.untyped_storage()._cdata for t in tensors_of(recording.result) if storage_of(t) is not None}
-    return tuple(ref for ref in recording.leaves if getattr(ref(), "_cdata", None) not in ours)
+def _left_by(step: Recording) -> tuple[Leaf, ...]:
+    """What somebody still holds of what a step made, but for its result, which is ours."""
+    ours = {t.untyped_storage()._cdata for t in tensors_of(step.result) if storage_of(t) is not None}
+    return tuple(ref for ref in step.leaves if getattr(ref(), "_cdata", None) not in ours)
+
+
+def _sorted_buckets(model: nn.Module | None) -> list[bool]:
+    """Which modules in DDP have sorted their buckets anew, by the order in which gradients came."""
+    return [getattr(m, "_has_rebuilt_buckets", False) for m in model.modules()] if model is not None else []
 
 
 def _quietly(call: Callable[[], object]) -> None:

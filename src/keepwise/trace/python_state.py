@@ -88,7 +88,7 @@ class PythonState:
             return self._attributes(thing, path)
         if isinstance(thing, Tensor):
             self.tensors.append(thing)
-            return []
+            return self._attributes(thing, path)  # `weight.main_grad`
         if isinstance(thing, tuple):
             return [(x, path) for x in thing]
         if isinstance(thing, _CONTAINERS):

@@ -96,7 +96,12 @@ def record(
 
     paths.on_root = on_root
     began = time.perf_counter()
-    result = _run_under(recorder, run)
+    try:
+        result = _run_under(recorder, run)
+    finally:
+        paths.on_root = (
+            None  # a cycle: what it leads to, weak references to parameters among it, would wait for the collector
+        )
     wall = time.perf_counter() - began
     recorder.table.close()
     with quiet():

@@ -235,14 +235,18 @@ class ValueTable:
         else:
             entry = TensorObject(incarnation, like.view, like.value, like.version, _geometry(t))
         key = id(t)
-        table = self._objects
+        this = weakref.ref(self)
 
-        def died(ref: weakref.ref[Tensor]) -> None:
-            if table.get(key) is entry:
-                del table[key]
+        def died(
+            ref: weakref.ref[Tensor],
+        ) -> None:  # holds nothing: else parameters had weak references until a collection
+            me = this()
+            found = me._objects.get(key) if me is not None else None
+            if me is not None and found is not None and found.ref is ref:
+                del me._objects[key]
 
         entry.ref = weakref.ref(t, died)
-        table[key] = entry
+        self._objects[key] = entry
         return entry
 
     def _next_value(self, t: Tensor, entry: TensorObject, incarnation: Incarnation, producer: int) -> None:

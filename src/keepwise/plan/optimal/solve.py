@@ -97,6 +97,9 @@ def plan_optimal(
                 layers += [] if "finer grains" in layers else ["finer grains"]
                 _solve(bench, view, budget_bytes, began + time_limit, layers)
         _over_all(bench, budget_bytes, began + time_limit, tolerance, layers)
+        # Also where nothing in the family is better.
+        if time.perf_counter() < began + time_limit and bench.climb(budget_bytes):
+            layers.append("local search")
     except KeyboardInterrupt:
         layers.append("interrupted")
     return _result(bench, budget_bytes, tolerance, began, layers)

@@ -15,6 +15,7 @@ from keepwise.plan.droppable import formally_droppable
 from keepwise.plan.named import boundary_names, get_planner
 from keepwise.plan.optimal.assemble import assemble
 from keepwise.plan.optimal.graph import Graph
+from keepwise.plan.optimal.improve import MAX_OPS, LocalSearch
 from keepwise.plan.optimal.model import Model, build_model
 from keepwise.plan.optimal.programs import Programs
 from keepwise.simulate import ScheduleError, Timeline, simulate
@@ -89,6 +90,9 @@ class Workbench:
     _bounds: dict[int, float] = field(default_factory=dict)
     """Budget -> bound that is not read off the tables: for micro-batches in flight, and that over all schedules."""
     _searched: bool = False
+    _local: LocalSearch | None = None
+    _climbed: set[int | None] = field(default_factory=set)
+    """Budgets for which the local search was made (None: the smallest peak)."""
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
 
@@ -177,6 +181,23 @@ class Workbench:
         found = self._closer[number, halvings]
         return found if found.upper.grain < view.upper.grain else None
 
+    def climb(self, budget_bytes: int | None) -> bool:
+        """Local search from the plans nearest to a budget, or to the smallest peak where it is None; whether it was made now."""
+        if budget_bytes in self._climbed or len(self.step.ops) > MAX_OPS:
+            return False
+        self._climbed.add(budget_bytes)
+        if self._local is None:
+            self._local = LocalSearch(self.step, self._judged)
+        fitting = [c for c in self.candidates if budget_bytes is None or c.peak_bytes <= budget_bytes]
+        over = [c for c in self.candidates if budget_bytes is not None and c.peak_bytes > budget_bytes]
+        starts = fitting[:2] if budget_bytes is None else [*reversed(fitting[-2:]), *over[:2]]
+        self._local.run([c.schedule for c in starts], budget_bytes)
+        return True
+
+    def _judged(self, schedule: Schedule) -> tuple[int, float] | None:
+        found = self.offer(schedule)
+        return None if found is None else (found.peak_bytes, found.added_seconds)
+
     @property
     def passes_are_one(self) -> bool:
         """Whether the step has one forward pass."""
@@ -207,6 +228,7 @@ class Workbench:
                 ):
                     self._tried.add((program, smallest))
                     self.try_chain(view, program, smallest)
+        self.climb(None)
         return self.candidates[0]
 
 

@@ -22,7 +22,7 @@ MAX_OPS = 400
 """Steps with more ops are not searched."""
 
 MAX_JUDGED = 200
-"""Schedules that are judged in one search at most, and `MAX_JUDGED_OPS` ops of all of them."""
+"""Schedules that are judged in one search at most: two an op, and `MAX_JUDGED_OPS` ops of all of them."""
 
 MAX_JUDGED_OPS = 30_000
 
@@ -85,7 +85,7 @@ class LocalSearch:
         """
         if not self.nodes or len(self.step.ops) > MAX_OPS:
             return
-        left = min(MAX_JUDGED, MAX_JUDGED_OPS // len(self.step.ops))
+        left = min(2 * len(self.step.ops), MAX_JUDGED, MAX_JUDGED_OPS // len(self.step.ops))
         for number, schedule in enumerate(starts):
             share = left // (len(starts) - number)
             left -= share - self._climb(self._state(schedule), budget_bytes, share)

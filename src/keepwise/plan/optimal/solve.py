@@ -7,13 +7,15 @@
 4. *Second solve*: the smallest budget at which the program takes the same time.
 5. *Finer grains*: where a gap is left, all again with tables for the lower part of the range only.
 6. *All schedules*: where one is still left, the bound over all schedules (`overall`), if that is higher.
+7. *Local search* beyond the family on small steps (`improve`).
 
 Every plan that the judge accepted is remembered with its step (`workbench`), and the best that fits is the answer, so that a
 smaller budget never gives a higher peak or less added time.
 
-*What the bound is about.* All schedules in which each stage takes an option of its family (`enumerate`) and the chain's passes drop
-or leave whole options (`chain`). Schedules outside of it exist: a stage's inputs are there from the start of its backward, a window
-inside a stage begins at that stage's inputs, and an op is replayed for a segment only as part of a whole stage.
+*What the bound is about.* All schedules in which each stage takes an option of its family (`enumerate`, `pieces`) and the chain's
+passes drop or leave whole options (`chain`). Schedules outside of it exist: a stage's inputs are there from the start of its backward,
+a window inside a stage begins at that stage's inputs, and an op is replayed for a segment only as part of a whole stage. Where one
+of those is found that takes less time than the bound, the gap is 0.
 """
 
 from __future__ import annotations

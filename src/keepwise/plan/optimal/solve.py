@@ -86,6 +86,7 @@ def plan_optimal(
             layers.append("candidates")
         if step.in_flight > 1:
             _several(bench, budget_bytes, began + time_limit, tolerance, layers)
+            _climb(bench, budget_bytes, began + time_limit, layers)
             return _result(bench, budget_bytes, tolerance, began, layers)
         for view in bench.views:
             if progress is not None:
@@ -99,9 +100,7 @@ def plan_optimal(
                 layers += [] if "finer grains" in layers else ["finer grains"]
                 _solve(bench, view, budget_bytes, began + time_limit, layers)
         _over_all(bench, budget_bytes, began + time_limit, tolerance, layers)
-        # Also where nothing in the family is better.
-        if time.perf_counter() < began + time_limit and bench.climb(budget_bytes):
-            layers.append("local search")
+        _climb(bench, budget_bytes, began + time_limit, layers)
     except KeyboardInterrupt:
         layers.append("interrupted")
     return _result(bench, budget_bytes, tolerance, began, layers)
@@ -182,6 +181,12 @@ def _over_all(bench: Workbench, budget_bytes: int, deadline: float, tolerance: f
     if bound < float("inf"):
         bench.note_bound(budget_bytes, bound)
         layers.append("all schedules")
+
+
+def _climb(bench: Workbench, budget_bytes: int, deadline: float, layers: list[str]) -> None:
+    """Local search, also where nothing in the family is better."""
+    if time.perf_counter() < deadline and bench.climb(budget_bytes):
+        layers.append("local search")
 
 
 def _several(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:

@@ -127,10 +127,20 @@ def frontier(step: Step, points: int = 20, *, also: Sequence[Step] = ()) -> list
     benches = [workbench(s) for s in (step, *also)]
     for bench in benches:
         bench.prepare()
-    low, high = min(bench.floor().peak_bytes for bench in benches), benches[0].plain.peak_bytes
-    budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
-    solved = {budget: [plan_optimal(bench.step, budget) for bench in benches] for budget in reversed(budgets)}
+    high = benches[0].plain.peak_bytes
+    solved: dict[int, list[OptimalResult]] = {}
+    budgets: list[int] = []
+    # Local search at a budget may find a smaller peak than the smallest so far.
+    while not budgets or _smallest(benches) < budgets[0]:
+        low = _smallest(benches)
+        budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
+        for budget in reversed(budgets):
+            solved[budget] = [plan_optimal(bench.step, budget) for bench in benches]
     return [_best_of(benches, budget, solved[budget]) for budget in budgets]
+
+
+def _smallest(benches: Sequence[Workbench]) -> int:
+    return min(bench.floor().peak_bytes for bench in benches)
 
 
 def _best_of(benches: Sequence[Workbench], budget: int, solved: Sequence[OptimalResult]) -> OptimalResult:

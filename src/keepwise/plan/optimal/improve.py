@@ -21,10 +21,10 @@ from keepwise.plan.droppable import formally_droppable
 MAX_OPS = 400
 """Steps with more ops are not searched."""
 
-MAX_JUDGED = 200
+MAX_JUDGED = 150
 """Schedules that are judged in one search at most: two an op, and `MAX_JUDGED_OPS` ops of all of them."""
 
-MAX_JUDGED_OPS = 30_000
+MAX_JUDGED_OPS = 15_000
 
 TINY = 1e-9
 

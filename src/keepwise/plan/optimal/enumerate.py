@@ -17,8 +17,9 @@ reads is charged to its last saved read only; hence it is at most the optimum of
 Complexity: ops x nodes^2 x 2^storages bit operations. Above `MAX_SETS` sets, those are left out that an option of the search menu
 beats however they are partitioned (`_worth`); above `MAX_PAIRS` pairs, X has at most two storages.
 
-A stage with more than `MAX_STORAGES` large storages is not enumerated. `relaxed_bounds` then bounds it by running each op
-once and by what its nodes need at least at once, the smaller storages being free: valid for any schedule of the stage, but weak.
+A stage with more than `MAX_STORAGES` large storages is not enumerated, but in pieces (`pieces`). Where it does not fall into pieces,
+`relaxed_bounds` bounds it by running each op once and by what its nodes need at least at once, the smaller storages being free: valid
+for any schedule of the stage, but weak.
 """
 
 from __future__ import annotations

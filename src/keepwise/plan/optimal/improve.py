@@ -21,10 +21,10 @@ from keepwise.plan.droppable import formally_droppable
 MAX_OPS = 400
 """Steps with more ops are not searched."""
 
-MAX_JUDGED = 200
-"""Schedules that are judged in one search at most, and `MAX_JUDGED_OPS` ops of all of them."""
+MAX_JUDGED = 150
+"""Schedules that are judged in one search at most: two an op, and `MAX_JUDGED_OPS` ops of all of them."""
 
-MAX_JUDGED_OPS = 30_000
+MAX_JUDGED_OPS = 15_000
 
 TINY = 1e-9
 
@@ -85,7 +85,7 @@ class LocalSearch:
         """
         if not self.nodes or len(self.step.ops) > MAX_OPS:
             return
-        left = min(MAX_JUDGED, MAX_JUDGED_OPS // len(self.step.ops))
+        left = min(2 * len(self.step.ops), MAX_JUDGED, MAX_JUDGED_OPS // len(self.step.ops))
         for number, schedule in enumerate(starts):
             share = left // (len(starts) - number)
             left -= share - self._climb(self._state(schedule), budget_bytes, share)

@@ -47,8 +47,13 @@ def dominant(options: Iterable[Option], limit: int = MAX_OPTIONS) -> list[Option
     return kept
 
 
-def search_menu(problem: StageProblem) -> list[Option]:
-    """Options of a stage; never empty (holding everything is always one)."""
+def search_menu(problem: StageProblem, *, pairs: bool = True) -> list[Option]:
+    """Options of a stage; never empty (holding everything is always one).
+
+    Args:
+        problem: the stage.
+        pairs: whether to look at pairs of sets; else nothing is retained by a first replay.
+    """
     groups = _groups(problem)
     everything = frozenset(problem.own)
     whole = ((groups[0][0], groups[-1][1]),) if groups else ()
@@ -59,7 +64,7 @@ def search_menu(problem: StageProblem) -> list[Option]:
     labels = {s: _partitions(problem, s, groups) for s in sets}
     for larger in sets:
         for smaller in sets:
-            if not smaller <= larger:
+            if not smaller <= larger or not (pairs or smaller == larger):
                 continue
             for partition in labels[larger]:
                 option = problem.evaluate(smaller, larger - smaller, partition)

@@ -94,7 +94,7 @@ def _menu(problem: StageProblem) -> tuple[list[Option], list[Option], bool]:
     """Options of a stage, optimistic ones, and whether they cover the whole family."""
     pieces = piece_menu(problem) if is_wide(problem) else None
     if pieces is not None:
-        return pieces.options, pieces.bounds, True
+        return dominant([*search_menu(problem, pairs=False), *pieces.options], limit=1200), pieces.bounds, True
     found = search_menu(problem)
     if not problem.stage.nodes:
         return found, found, True

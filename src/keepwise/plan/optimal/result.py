@@ -43,7 +43,7 @@ class OptimalResult:
     """Wall time of this call."""
     layers: tuple[str, ...]
     """What was used, in order: `menus`, `chain`, `candidates`, `tighten`, `second solve`, `finer grains`, `all schedules`,
-    `interrupted`, `time limit`."""
+    `local search`, `interrupted`, `time limit`."""
 
 
 def gap_of(added: float, bound: float, step_seconds: float) -> float:

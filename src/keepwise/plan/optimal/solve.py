@@ -7,13 +7,15 @@
 4. *Second solve*: the smallest budget at which the program takes the same time.
 5. *Finer grains*: where a gap is left, all again with tables for the lower part of the range only.
 6. *All schedules*: where one is still left, the bound over all schedules (`overall`), if that is higher.
+7. *Local search* beyond the family on small steps (`improve`).
 
 Every plan that the judge accepted is remembered with its step (`workbench`), and the best that fits is the answer, so that a
 smaller budget never gives a higher peak or less added time.
 
-*What the bound is about.* All schedules in which each stage takes an option of its family (`enumerate`) and the chain's passes drop
-or leave whole options (`chain`). Schedules outside of it exist: a stage's inputs are there from the start of its backward, a window
-inside a stage begins at that stage's inputs, and an op is replayed for a segment only as part of a whole stage.
+*What the bound is about.* All schedules in which each stage takes an option of its family (`enumerate`, `pieces`) and the chain's
+passes drop or leave whole options (`chain`). Schedules outside of it exist: a stage's inputs are there from the start of its backward,
+a window inside a stage begins at that stage's inputs, and an op is replayed for a segment only as part of a whole stage. Where one
+of those is found that takes less time than the bound, the gap is 0.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ def plan_optimal(
             layers.append("candidates")
         if step.in_flight > 1:
             _several(bench, budget_bytes, began + time_limit, tolerance, layers)
+            _climb(bench, budget_bytes, began + time_limit, layers)
             return _result(bench, budget_bytes, tolerance, began, layers)
         for view in bench.views:
             if progress is not None:
@@ -97,9 +100,7 @@ def plan_optimal(
                 layers += [] if "finer grains" in layers else ["finer grains"]
                 _solve(bench, view, budget_bytes, began + time_limit, layers)
         _over_all(bench, budget_bytes, began + time_limit, tolerance, layers)
-        # Also where nothing in the family is better.
-        if time.perf_counter() < began + time_limit and bench.climb(budget_bytes):
-            layers.append("local search")
+        _climb(bench, budget_bytes, began + time_limit, layers)
     except KeyboardInterrupt:
         layers.append("interrupted")
     return _result(bench, budget_bytes, tolerance, began, layers)
@@ -126,10 +127,20 @@ def frontier(step: Step, points: int = 20, *, also: Sequence[Step] = ()) -> list
     benches = [workbench(s) for s in (step, *also)]
     for bench in benches:
         bench.prepare()
-    low, high = min(bench.floor().peak_bytes for bench in benches), benches[0].plain.peak_bytes
-    budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
-    solved = {budget: [plan_optimal(bench.step, budget) for bench in benches] for budget in reversed(budgets)}
+    high = benches[0].plain.peak_bytes
+    solved: dict[int, list[OptimalResult]] = {}
+    budgets: list[int] = []
+    # Local search at a budget may find a smaller peak than the smallest so far.
+    while not budgets or _smallest(benches) < budgets[0]:
+        low = _smallest(benches)
+        budgets = [low + (high - low) * i // max(points - 1, 1) for i in range(points)]
+        for budget in reversed(budgets):
+            solved[budget] = [plan_optimal(bench.step, budget) for bench in benches]
     return [_best_of(benches, budget, solved[budget]) for budget in budgets]
+
+
+def _smallest(benches: Sequence[Workbench]) -> int:
+    return min(bench.floor().peak_bytes for bench in benches)
 
 
 def _best_of(benches: Sequence[Workbench], budget: int, solved: Sequence[OptimalResult]) -> OptimalResult:
@@ -180,6 +191,12 @@ def _over_all(bench: Workbench, budget_bytes: int, deadline: float, tolerance: f
     if bound < float("inf"):
         bench.note_bound(budget_bytes, bound)
         layers.append("all schedules")
+
+
+def _climb(bench: Workbench, budget_bytes: int, deadline: float, layers: list[str]) -> None:
+    """Local search, also where nothing in the family is better."""
+    if time.perf_counter() < deadline and bench.climb(budget_bytes):
+        layers.append("local search")
 
 
 def _several(bench: Workbench, budget_bytes: int, deadline: float, tolerance: float, layers: list[str]) -> None:

@@ -27,7 +27,7 @@ from .harness import options, seed_all
 from .parts import Stack
 from .program import mean_square
 
-fit_module: Any = importlib.import_module("keepwise.session.fit")
+fit_module: Any = importlib.import_module("keepwise.session.fitting")
 SCENARIOS = ("before", "after", "no_sync", "unused", "buckets", "static")
 
 

@@ -162,7 +162,7 @@ def _observed(model: Any) -> dict[str, Any]:
         "seen": [dict(seen) for seen in model.seen],
         "grown": model.grown,
         "alive": model.alive,
-        "held": max(model.held, default=0),
+        "held": max((0, *model.held)),
     }
 
 

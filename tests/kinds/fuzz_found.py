@@ -12,7 +12,7 @@ def _spec(*blocks: str, order: tuple[int, ...] = (0,), rows: int = 4, outputs: i
         name, *numbers = text.split()
         return Instruction(name, *map(int, numbers))
 
-    lines = tuple(tuple(line(text) for text in block.split(",")) for block in blocks)
+    lines = tuple(tuple(line(text) for text in block.split(",") if text) for block in blocks)
     return Spec(lines, order, (rows,) * 3, outputs, form)
 
 
@@ -45,5 +45,14 @@ FOUND: dict[str, tuple[Spec, str]] = {
             form="written outputs",
         ),
         "planner selective",
+    ),
+    "a pass that keeps the graph emptied results whose inputs an inner gradient had given up": (
+        _spec(
+            "chunks_written 0 0 0, attention 0 0 2 2, rows_by_data 2 7 3, moments 3 2 4, masked 0 4 2, inner_gradient 7 7 5",
+            "",
+            rows=5,
+            form="partly",
+        ),
+        "everything",
     ),
 }

@@ -10,6 +10,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -355,6 +356,28 @@ def test_cache_reuses_a_plan(tmp_path: Path) -> None:
         progress=said.append,
     )
     assert "recording two steps" in said
+
+
+def test_the_cache_tells_losses_and_optimizers_apart(tmp_path: Path) -> None:
+    model, x = stack()
+    said: list[str] = []
+
+    def planned(loss_of: Callable[[torch.Tensor], torch.Tensor], optimizer: Any = None) -> bool:
+        said.clear()
+        options: dict[str, Any] = {"budget": "0.7x", "cache": tmp_path, "progress": said.append, "optimizer": optimizer}
+        keepwise.fit(model, x, loss=loss_of, **options).remove()
+        return "recording two steps" in said
+
+    def absolute(out: torch.Tensor) -> torch.Tensor:
+        return out.abs().mean()
+
+    assert planned(loss)
+    assert not planned(loss)
+    assert planned(absolute)
+    assert planned(lambda out: (2 * out).square().mean())
+    assert planned(lambda out: (3 * out).square().mean())
+    assert planned(loss, torch.optim.SGD)
+    assert not planned(absolute)
 
 
 def test_a_loader_with_200_lengths_needs_a_handful_of_plans() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import keepwise
+from keepwise._errors import UsageError
 from keepwise.session.overheads import memory_seconds, priced_by_replays, watching_seconds
 from tests.session.models import loss, stack
 
@@ -75,3 +76,16 @@ def test_replays_inside_of_replays_are_timed_once() -> None:
     began = time.perf_counter()
     loss(model(x)).backward()
     assert plan.stats.replay_seconds < time.perf_counter() - began
+
+
+def test_tokens_a_second_are_predicted() -> None:
+    model, x = stack()
+    plan = keepwise.fit(model, x, loss=loss, budget="0.6x", tokens=1000)
+    speed = plan.metrics()["keepwise/predicted_tokens_per_second"]
+    assert speed == pytest.approx(1000 / (plan.step_seconds + plan.added_seconds))
+    assert f"{speed:,.0f} tokens a second predicted" in str(plan)
+    plan.remove()
+    assert "keepwise/predicted_tokens_per_second" not in keepwise.fit(model, x, loss=loss, budget="0.6x").metrics()
+    for wrong in (0, -1, 2.5, "many"):
+        with pytest.raises(UsageError, match="tokens"):
+            keepwise.fit(model, x, loss=loss, tokens=wrong)  # type: ignore[arg-type]

@@ -52,6 +52,8 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     """Views whose replay was compared with its original; None: nobody asked for a proof."""
     variants: tuple[PlanDocument, ...] = ()
     """Plans for batches that have other tensors."""
+    tokens: int | None = None
+    """Of the recorded batch, where the user said so."""
     notes: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
 

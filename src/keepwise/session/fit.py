@@ -26,7 +26,7 @@ from keepwise.session.batch import (
     make_optimizer,
 )
 from keepwise.session.budget import check_budget
-from keepwise.session.cache import PlanCache
+from keepwise.session.cache import PlanCache, code_of
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.fitting import Fitting, NotPlannedError
@@ -84,7 +84,7 @@ def fit(
         pin: module pattern -> `"keep"` or `"recompute"` for what it saves (`"offload"` is not there yet).
         on_infeasible: `"raise"`, or `"floor"` to apply the plan with the smallest peak instead.
         cache: folder with plans: a matching one is reused, a new one is written.
-        tokens: tokens of the batch, for reports.
+        tokens: tokens of the batch: `plan.metrics()` and `str(plan)` then say how many a second are predicted.
         verify: run the planned step once, compare every replay with its original and the step with the plain one.
         progress: told what happens, a short sentence at a time.
 
@@ -110,6 +110,8 @@ def fit(
         cache=cache,
     )
     check_pins(pin)
+    if tokens is not None and not (isinstance(tokens, int) and tokens > 0):
+        raise UsageError(f"tokens must be a whole number above 0, got {tokens!r}")
     if host_budget is not None:
         warnings.warn("keepwise.fit: host_budget= has no effect yet: nothing is offloaded", stacklevel=2)
     if disk is not None and not os.path.isdir(disk):
@@ -133,7 +135,7 @@ def fit(
 
     store = PlanCache(cache) if cache is not None else None
     shapes = tuple(dict.fromkeys(key_of(b.args, b.kwargs) for b in all_batches))
-    how = (type(made_optimizer).__name__, str(device), _autocast(device), step is None, verify)
+    how = (type(made_optimizer).__name__, str(device), _autocast(device), code_of(step), code_of(loss), verify)
     key = (budget, planner, pin, grads, in_flight, on_infeasible, shapes, how)
     same, *strays = _by_structure(all_batches)
 
@@ -164,6 +166,7 @@ def fit(
             pin=pin,
             on_infeasible=on_infeasible,
             verify=verify,
+            tokens=tokens,
             say=say,
         )
         plan = fitting.plan()
@@ -192,6 +195,7 @@ def fit(
                     pin=pin,
                     on_infeasible=on_infeasible,
                     verify=verify,
+                    tokens=tokens,
                     progress=progress,
                 )
                 for others in strays

@@ -81,6 +81,7 @@ class Fitting:
     pin: Mapping[str, str] | None
     on_infeasible: str
     verify: bool
+    tokens: int | None
     say: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -284,6 +285,7 @@ class Fitting:
             restarts=self.step is None,
             scales=self.step is None and self.planner == "auto" and scales,
             batch_key=self.shapes[0],
+            tokens=self.tokens,
             notes=tuple(self.notes),
             shapes=tuple(map(shapes_in_words, self.shapes)),
         )

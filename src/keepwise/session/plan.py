@@ -223,6 +223,9 @@ class Plan:
             if self.saved_seconds:
                 parts.append(f"memory used again -{100 * self.saved_seconds / seconds:.1f} %")
             lines.append(f"  time: {', '.join(parts)}")
+        if self.document.tokens is not None:
+            plain, planned = (self.document.tokens / max(s, 1e-12) for s in (self.step_seconds, self._planned_seconds))
+            lines.append(f"  speed: {planned:,.0f} tokens a second predicted (plain {plain:,.0f})")
         reasons: dict[str, list[Decision]] = {}
         for d in self.decisions:
             if d.is_forced:
@@ -359,6 +362,8 @@ class Plan:
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, under `keepwise/`."""
         stats = self.stats
+        tokens = self.document.tokens
+        speed = {} if tokens is None else {"keepwise/predicted_tokens_per_second": tokens / self._planned_seconds}
         return {
             "keepwise/plain_peak_bytes": float(self.plain_peak_bytes),
             "keepwise/peak_bytes": float(self.peak_bytes),
@@ -372,7 +377,13 @@ class Plan:
             "keepwise/replay_seconds": stats.replay_seconds,
             "keepwise/deviations": float(stats.num_deviations),
             "keepwise/over_budget": float(stats.over_budget),
+            **speed,
         }
+
+    @property
+    def _planned_seconds(self) -> float:
+        """Predicted seconds of a step under the plan."""
+        return max(self.step_seconds + self.added_seconds, 1e-12)
 
     # On disk.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         timeout=300,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a job in the background would pass on that it is ignored
     )
 
 

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import keepwise
 from keepwise.cli import main
 
 README = Path(__file__).parents[2] / "README.md"
@@ -34,6 +36,10 @@ def test_command(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "train.py").write_text(TARGET)
+    if "plan.json" in line:  # the plan that the README saves in Python
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        x = torch.randn(512, 64)
+        keepwise.fit(model, x, loss=lambda y: y.square().mean(), budget="0.9x").save("plan.json")
     words = line.split()[1:]
     words = ["gpt2-tiny" if w == "gpt2" else "0.9x" if w == "0.6x" else w for w in words]
     if words[0] == "fit" and "--list" not in words:

@@ -379,3 +379,38 @@ def test_a_retained_graph_lends_nothing() -> None:
     plan = keepwise.fit(model, (x,), loss=mean_square, planner="full", budget="max", verify=False)
     assert plan.schedule.windows
     assert all(torch.equal(a, b) for a, b in zip(want, twice(), strict=True))
+
+
+def test_the_judge_knows_which_replays_write_over_an_argument() -> None:
+    """A product and three pointwise ops, of which only the last one's result is saved: one buffer instead of two."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 512)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh((layer(x) * 2.0 + 1.0) * 0.25)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(512, 16)
+    plan = keepwise.fit(model, x, loss=mean_square, planner="full", budget="max")
+    one = 512 * 512 * 4
+    replay = plan.timeline.replays[0]
+    assert [plan.step.ops[o].target for o in replay.ops][-4:] == [
+        "aten.mul.Tensor",
+        "aten.add.Tensor",
+        "aten.mul.Tensor",
+        "aten.tanh.default",
+    ]
+    assert replay.inner_bytes[-4:].tolist() == [one] * 4
+
+    def whole() -> None:
+        mean_square(model(x)).backward()
+
+    whole()
+    assert plan.static_bytes + allocator_peak(whole) == pytest.approx(plan.peak_bytes, rel=0.01)
+    deepest = max(plan.timeline.replays, key=lambda r: r.base_bytes + int(r.inner_bytes.max()))
+    assert deepest.base_bytes + int(deepest.inner_bytes.max()) <= plan.peak_bytes

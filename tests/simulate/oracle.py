@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepwise.ir import NO_OP, Category, Schedule, Step, Window
+from keepwise.ir import NO_OP, Category, Schedule, Step, Window, spare
 from keepwise.ir.schedule import NO_WINDOW
 
 
@@ -251,13 +251,38 @@ class Oracle:
         highest = 0
         for position, i in enumerate(window.ops):
             total = base + self.step.ops[i].workspace_bytes
+            there = []
             for b in play.buffers:
                 kept = b.storage in window.retain and play.final[b.storage] is b
                 kept = kept and self.wanted.get((window.id, b.storage), -1) >= t
                 if not b.is_copy and b.position <= position and (kept or max(b.uses) >= position):
-                    total += self._size(b.storage)
+                    there.append((b, kept))
+            total += sum(self._size(b.storage) for b, _ in there) - self._given(i, position, there)
             highest = max(highest, total)
         return highest
+
+    def _given(self, i: int, position: int, there: list[tuple[Buffer, bool]]) -> int:
+        """Bytes that the result of op i takes over from an argument that dies with it."""
+        op = self.step.ops[i]
+        if not op.overwrites or len(op.outputs) != 1 or op.outputs[0] < 0:
+            return 0
+        result = self.step.values[op.outputs[0]]
+        size = self._size(result.storage)
+        if self._birth(result.storage) != i or size < spare.MIN_BYTES:
+            return 0
+        for value in op.inputs:
+            v = self.step.values[value]
+            alike = (v.shape, v.stride, v.offset, v.dtype) == (result.shape, result.stride, 0, result.dtype)
+            for b, kept in there:
+                if (
+                    b.storage == v.storage
+                    and alike
+                    and not kept
+                    and max(b.uses) == position
+                    and self._size(b.storage) == size
+                ):
+                    return size
+        return 0
 
     def timeline(self) -> tuple[list[int], list[int]]:
         """(bytes while each op runs, highest bytes of the replays before it)."""

@@ -76,6 +76,44 @@ def test_temporaries_of_a_replay_die_at_their_last_use_and_retained_ones_live_on
     assert timeline.live_bytes[5] == base + 30 + 30
 
 
+def equal_layers(overwriting: tuple[int, ...]) -> Step:
+    """Four storages of 10 bytes, each made from the one before; only the last is saved."""
+    b = StepBuilder()
+    x = b.one(b.input(10), size=10)
+    for _ in range(2):
+        x = b.one(x, size=10)
+    x = b.one(x, size=10)
+    step = check_step(b.build(b.one(x, size=4, save=[x]), outside=0))
+    ops = tuple(msgspec.structs.replace(op, overwrites=op.index in overwriting) for op in step.ops)
+    return msgspec.structs.replace(step, ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("overwriting", "inner"),
+    [((), [10, 20, 20, 20]), ((1,), [10, 10, 20, 20]), ((1, 2, 3), [10, 10, 10, 10]), ((0,), [10, 20, 20, 20])],
+)
+def test_an_argument_that_dies_gives_its_memory_to_the_result(overwriting: tuple[int, ...], inner: list[int]) -> None:
+    step = equal_layers(overwriting)
+    first = next(op.index for op in step.ops if op.phase == "backward")
+    read = step.saves[0].reads[0]
+    window = Window(id=0, start=read.first, stop=read.last, ops=(0, 1, 2, 3), retain=(4,))
+    assert first <= read.first
+    timeline = simulate(step, Schedule(windows=(window,)))
+    assert timeline.replays[0].inner_bytes.tolist() == inner
+
+
+def test_what_is_retained_keeps_its_memory() -> None:
+    b = StepBuilder()
+    x = b.one(b.input(10), size=10)
+    y = b.one(x, size=10, save=[x])
+    step = check_step(b.build(b.one(y, size=4, save=[y]), outside=0))
+    step = msgspec.structs.replace(step, ops=tuple(msgspec.structs.replace(op, overwrites=True) for op in step.ops))
+    start = min(r.first for save in step.saves for r in save.reads)
+    stop = max(r.last for save in step.saves for r in save.reads)
+    window = Window(id=0, start=start, stop=stop, ops=(0, 1), retain=(1, 2))
+    assert simulate(step, Schedule(windows=(window,))).replays[0].inner_bytes.tolist() == [10, 20]
+
+
 def test_nested_windows_read_what_the_outer_one_retains() -> None:
     step = three_layers()
     outer = Window(id=0, start=5, stop=7, ops=(0,), retain=(X0,))

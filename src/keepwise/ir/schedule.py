@@ -13,6 +13,7 @@ Semantics, in four rules. They are what `simulate` checks and what `runtime` doe
    save it, or reads it earlier) is charged from birth until the last moment at which a save or a window reads it.
 3. A replayed storage listed in `retain` lives until its last read inside the window: a save read at a moment in
    `[start, stop]`, or an inner window that starts there. Every other replayed storage dies within the replay, at its last use.
+   An op with `Op.overwrites` gives the memory of an argument of the same geometry that dies there to its result.
    `retain` names storages by their id in the plain step; the replay must leave them at the version that they have just before `start`.
    A replayed op that draws random numbers is charged `Op.rng_bytes` from its moment in forward until `start`.
 4. Windows nest: `parent` encloses the child's whole span `[start, stop]`. An op may be replayed by several windows.

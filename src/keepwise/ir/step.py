@@ -140,6 +140,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True):
     flops: int = 0
     workspace_bytes: int = 0
     """High water inside the kernel above inputs and outputs, in bytes."""
+    overwrites: bool = False
+    """Whether a replay writes its result over an argument of the same geometry that nobody reads afterwards (pointwise ops)."""
     path: str = ""
     """Module path: `h.3.mlp`"""
     source: str = ""

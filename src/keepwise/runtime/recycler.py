@@ -58,6 +58,10 @@ class Recycler:
         self.handles[handle[1]] = handle
         self.nbytes += handle[2]
 
+    def num_handles(self, t: Tensor) -> int:
+        """Handles on the storage of a tensor: 0 or 1."""
+        return int(t.untyped_storage()._cdata in self.handles)
+
     def _drop(self, address: int) -> None:
         self.nbytes -= self.handles.pop(address)[2]
 

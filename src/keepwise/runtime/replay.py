@@ -365,7 +365,7 @@ class WindowRun:
             torch._C._set_grad_enabled(call.grad)
         room, is_known = None, False
         if call.form is not None:
-            room = self._over_argument(call, call.form, env)
+            room = self._over_argument(call, call.form, env, recycler)
             is_known = room is not None  # there is a handle on it already
             if room is None:
                 room = recycler.take(call.form.shape, call.form.stride, call.form.dtype)
@@ -404,7 +404,7 @@ class WindowRun:
         if cell is not None and cell.geometry is None:
             cell.tensor = t
 
-    def _over_argument(self, call: Call, form: Form, env: dict[int, Tensor]) -> Tensor | None:
+    def _over_argument(self, call: Call, form: Form, env: dict[int, Tensor], recycler: Recycler) -> Tensor | None:
         """An argument that a pointwise call reads for the last time, if its memory can be the result's."""
         if not form.pointwise:
             return None
@@ -414,7 +414,7 @@ class WindowRun:
                 and geometry is None
                 and view in call.frees
                 and view not in self.cells
-                and form.fits(env[view])
+                and form.fits(env[view], recycler.num_handles(env[view]))
             ):
                 return env[view]
         return None

@@ -110,9 +110,9 @@ def _has_kernel(func: Any) -> bool:
 
 
 @functools.cache
-def is_pointwise(func: Any) -> bool:
-    """Whether an op may write over its own argument."""
-    return func._schema.name.removeprefix("aten::") in POINTWISE
+def overwrites(func: Any) -> bool:
+    """Whether an op may write its result over its own argument."""
+    return out_form(func) is not None and func._schema.name.removeprefix("aten::") in POINTWISE
 
 
 class Form:
@@ -124,14 +124,19 @@ class Form:
         self.func, self.pointwise = func, pointwise
         self.shape, self.stride, self.dtype, self.nbytes = t.shape, t.stride(), t.dtype, t.nbytes
 
-    def fits(self, t: Tensor) -> bool:
-        """Whether a tensor's memory can be the result's, and no other tensor sees it."""
+    def fits(self, t: Tensor, num_handles: int) -> bool:
+        """Whether a tensor's memory can be the result's, and no other tensor sees it.
+
+        Args:
+            t: the tensor.
+            num_handles: handles of ours on its storage.
+        """
         return (
             t.dtype is self.dtype
             and t.shape == self.shape
             and t.stride() == self.stride
             and _owns_whole_storage(t)
-            and use_count(t.untyped_storage()._cdata) == 2  # the tensor, and handles
+            and use_count(t.untyped_storage()._cdata) == 1 + num_handles
             and t.untyped_storage().resizable()  # not a NumPy array's, not a file's
         )
 
@@ -146,7 +151,7 @@ def form_of(func: Any, result: Any) -> Form | None:
         or not _owns_whole_storage(result)
     ):
         return None
-    return Form(found, result, is_pointwise(func))
+    return Form(found, result, overwrites(func))
 
 
 def _owns_whole_storage(t: Tensor) -> bool:

@@ -270,12 +270,18 @@ class _Machine:
             for s, buffer in replay.retained.items()
             if self.until.get((replay.window.id, s), NO_OP) >= replay.window.start
         }
+        given = {
+            id(next(b for b in buffers if b.last == position and id(b) not in wanted))
+            for position, buffers in replay.overwritten
+            if any(b.last == position and id(b) not in wanted for b in buffers)
+        }
+        """Buffers whose memory the last op that reads them gives to its result."""
         return tuple(
             (
                 b.storage,
                 0 if b.copy != NO_COPY else self.index.charge[b.storage],
                 b.born,
-                end if id(b) in wanted else b.last,
+                end if id(b) in wanted else b.last - (id(b) in given),
             )
             for b in replay.buffers
         )

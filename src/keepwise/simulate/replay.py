@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from keepwise.ir import NO_OP, Schedule, Step, Window
+from keepwise.ir import NO_OP, Op, Schedule, Step, Window, spare
 from keepwise.ir.schedule import NO_WINDOW
 from keepwise.simulate.errors import ScheduleError
 from keepwise.simulate.index import StepIndex
@@ -51,6 +51,8 @@ class Replay:
     """Copied value -> forward op that reads it first: the moment from which it is charged."""
     captured: set[int] = field(default_factory=set)
     """Storages read by reference from forward."""
+    overwritten: list[tuple[int, list[Buffer]]] = field(default_factory=list)
+    """(position, buffers over one of which its result may be written) of ops that can."""
     borrowed: set[tuple[int, int]] = field(default_factory=set)
     """(enclosing window, storage) read from what it retains."""
 
@@ -121,6 +123,8 @@ class _Run:
             buffer = Buffer(storage=s, version=0, born=position, last=position)
             self.current[s] = buffer
             self.replay.buffers.append(buffer)
+        if op.overwrites and len(op.outputs) == 1 and op.outputs[0] >= 0:
+            self._note_overwritten(op, position)
         for value in op.outputs:
             v = self.step.values[value]
             buffer = self.current.get(v.storage)
@@ -131,6 +135,26 @@ class _Run:
                 and (v.storage in self.index.fresh[i] or v.storage in read)
             ):
                 buffer.objects.add(v.view)
+
+    def _note_overwritten(self, op: Op, position: int) -> None:
+        """Private buffers whose memory could become that of the result, if this is their last use."""
+        result = self.step.values[op.outputs[0]]
+        nbytes = self.index.charge[result.storage]
+        if result.storage not in self.index.fresh[op.index] or nbytes < spare.MIN_BYTES:
+            return
+        found: list[Buffer] = []
+        for value in op.inputs:
+            v = self.step.values[value]
+            buffer = self.current.get(v.storage)
+            if (
+                buffer is not None
+                and buffer.copy == NO_COPY
+                and (v.shape, v.stride, v.dtype, v.offset) == (result.shape, result.stride, result.dtype, 0)
+                and self.index.charge[v.storage] == nbytes
+            ):
+                found.append(buffer)
+        if found:
+            self.replay.overwritten.append((position, found))
 
     def _find(self, value: int, position: int, i: int) -> Buffer | None:
         v = self.step.values[value]

@@ -162,6 +162,7 @@ def _ops(recorder: Recorder) -> tuple[Op, ...]:
                 seconds=seconds if seconds is not None else typical[op.signature, op.phase],
                 flops=effects.flops if effects is not None else 0,
                 workspace_bytes=effects.workspace_bytes if effects is not None else 0,
+                overwrites=op.overwrites,
                 path=path,
                 source=source,
                 signature=op.signature,

@@ -46,6 +46,7 @@ class OpDraft:
     is_view: bool = False
     effects: Effects | None = None
     why_not: str = ""
+    overwrites: bool = False
     seconds: float = 0.0
     """Of this one execution."""
     path: str = ""

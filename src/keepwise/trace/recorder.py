@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
 from keepwise.runtime.calls import in_shadow, target_name, tensors_in, tensors_out
+from keepwise.runtime.reuse import overwrites
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.watch import of_subclass
 from keepwise.trace.admission import Admission, Effects, schema_effects
@@ -110,6 +111,7 @@ class Recorder(TorchDispatchMode):
         index = len(self.ops)
         tensors = tensors_in(args, kwargs)
         op = OpDraft(target=target_name(func), phase=self._phase(), signature=signature_of(func, args, kwargs))
+        op.overwrites = overwrites(func)
         self._place(op, index)
         op.inputs = [self.table.read(t) for t in tensors]
         incarnations: Incarnations = [self.table.find(t) for t in tensors]

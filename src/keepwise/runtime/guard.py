@@ -25,6 +25,7 @@ Notes:
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
@@ -309,7 +310,9 @@ class Guard(Watch):
     def _packed(self, entry: OpEntry, result: Any) -> list[tuple[WindowRun, Call]]:
         """Replays that expand the packed form of a result; none where it has no such form in this step."""
         t = tensors_out(result)[0]
+        began = time.perf_counter()
         bits = pack(t) if entry.uses and t is not None else None
+        self.stats.packing_seconds += time.perf_counter() - began
         if t is None or bits is None:
             if entry.uses:
                 self.stats.differs(f"{entry.where} returned no two values that could be packed")

@@ -26,6 +26,8 @@ class StepStats:
     """Tensors that replays made for those who read them: saved tensors, and what windows inside of a window read."""
     num_ops_replayed: int = 0
     replay_seconds: float = 0.0
+    packing_seconds: float = 0.0
+    """Time that forward took to pack what replays expand."""
     recycled_bytes: int = 0
     """Bytes of results of forward that were written into memory of dead ones."""
     recycled_bytes_in_replays: int = 0

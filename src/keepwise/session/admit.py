@@ -34,7 +34,7 @@ class Outcome:
     deviation_bytes: int
     """Their bytes."""
     replay_seconds: float
-    """What the replays took, comparing not included."""
+    """What the replays took, with the packing of what they expand; comparing not included."""
     observed: Observation | None
     """What the step left behind; None where its backward could not go on."""
 
@@ -115,7 +115,7 @@ def prove_plan(
             num_audited=sum(stats.num_audited for stats in runner.seen),
             num_deviations=sum(stats.num_deviations for stats in runner.seen),
             deviation_bytes=sum(stats.deviation_bytes for stats in runner.seen),
-            replay_seconds=sum(stats.replay_seconds for stats in runner.seen),
+            replay_seconds=sum(stats.replay_seconds + stats.packing_seconds for stats in runner.seen),
             observed=observed,
         )
     finally:

@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def replay_seconds(self) -> float:
-        """Predicted seconds of all replays: what they took in the step that proved the plan, where there was one."""
+        """Predicted seconds of replays and of packing what they expand, as they were in the step that proved the plan."""
         return self.document.added_seconds
 
     @property

@@ -76,7 +76,8 @@ def _flat(t: Tensor) -> Tensor | None:
 
 def _to_bits(b: Tensor) -> Tensor:
     if b.device.type == "cpu":
-        return torch.from_numpy(np.packbits(b.numpy(), bitorder="little"))
+        # In torch's memory, because they are held: what NumPy allocates nobody counts.
+        return torch.from_numpy(np.packbits(b.numpy(), bitorder="little")).clone()
     pad = -b.numel() % 8
     if pad:
         b = torch.cat([b, b.new_zeros(pad)])

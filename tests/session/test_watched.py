@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import keepwise
 from keepwise import Status
 
-from .models import Stack
+from .models import Stack, stack
 
 NUM_CALLS: list[int] = []
 """A global, which planning cannot put back."""
@@ -237,3 +238,28 @@ def test_layers_that_have_no_shape_yet() -> None:
         keepwise.fit(model, (torch.randn(2, 3),), loss=loss, **EVERYTHING)
     model(torch.randn(2, 3))
     keepwise.fit(model, (torch.randn(2, 3),), loss=loss, **EVERYTHING)
+
+
+def test_function_modes_see_nothing_of_how_a_plan_is_chosen() -> None:
+    """The shapes of a batch are looked at before forward, to find the plan for its size."""
+
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    def names(of: nn.Module, batch: torch.Tensor) -> list[str]:
+        with Seen() as mode:
+            loss(of(batch)).backward()
+        return mode.names
+
+    model, x = stack()
+    wanted = [names(model, x), names(model, x[:32])]
+    plan = keepwise.fit(model, x, loss=loss, budget="0.7x")
+    assert names(model, x) == wanted[0]
+    assert plan.stats.num_dropped
+    assert names(model, x[:32]) == wanted[1]

@@ -183,8 +183,7 @@ class Guard(Watch):
         if into is not None:
             geometry = result_geometry(func, args, kwargs)
             room = recycler.take(geometry[0], None, geometry[1]) if geometry is not None else None
-        if recycler.nbytes > entry.spare_bytes:
-            recycler.trim(entry.spare_bytes)
+        recycler.trim(entry.spare_bytes)
         if room is None or into is None:
             result = func(*args, **(kwargs or {}))
         else:

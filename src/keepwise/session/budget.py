@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from keepwise._errors import UsageError
 
@@ -20,6 +21,11 @@ _UNITS = {
 }
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z%]*)\s*$")
 FORMS = "bytes as an int, '20GiB', '512 MiB', '1.5e9', '80%' of the device, '0.6x' of the plain step's peak, 'auto', 'min' or 'max'"
+
+
+def is_word(budget: Any, word: str) -> bool:
+    """Whether a budget is that word: `"auto"`, `"min"` or `"max"`."""
+    return isinstance(budget, str) and budget.strip().lower() == word
 
 
 def parse_budget(

@@ -29,15 +29,15 @@ from keepwise.session.admit import (
     traced_observation,
 )
 from keepwise.session.batch import Batch, Loss, whole_step
-from keepwise.session.budget import parse_budget
+from keepwise.session.budget import is_word, parse_budget
 from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
-from keepwise.session.overheads import overhead_seconds, priced_by_replays, saved_seconds
+from keepwise.session.overheads import overheads_of, priced_by_replays
 from keepwise.session.pins import apply_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
-from keepwise.session.planning import Planned, plan_step
+from keepwise.session.planning import Planned, decided, plan_step
 from keepwise.session.ranks import Ranks
 from keepwise.session.sizes import Key, key_of, shapes_in_words
 from keepwise.session.step_facts import notes_of, only_inside_forward
@@ -45,7 +45,6 @@ from keepwise.session.steppers import Steppers
 from keepwise.simulate import simulate
 from keepwise.trace import Traced, trace_steps
 from keepwise.trace.admission import Admission
-from keepwise.trace.timing import timings_for
 
 MAX_PROOFS = 8
 """How often storages whose replay differed are moved to the kept ones before the plan is given up."""
@@ -168,7 +167,7 @@ class Fitting:
         """
         self.say("recording two steps")
         try:
-            traced = self._trace_once(Admission(timings_for(self.device)))
+            traced = self._trace_once(None)
             if self.optimizer is None and self.steppers.only is not None:
                 self.steppers.restore()
                 self.optimizer = self.steppers.only
@@ -190,10 +189,9 @@ class Fitting:
                 f"the step works, but not where a dispatch mode watches it, so nothing is dropped: {error}"
             ) from None
         self.steppers.restore()
-        traced.admission.timings.save()
         return traced
 
-    def _trace_once(self, admission: Admission) -> Traced:
+    def _trace_once(self, admission: Admission | None) -> Traced:
         return trace_steps(
             self.run,
             model=self.model,
@@ -251,12 +249,12 @@ class Fitting:
     @property
     def wants_floor(self) -> bool:
         """Whether the user asked for the smallest peak."""
-        return isinstance(self.budget, str) and self.budget.strip().lower() == "min"
+        return is_word(self.budget, "min")
 
     def _limit(self, plain_peak_bytes: int, static_bytes: int) -> int | None:
         """The budget in bytes."""
         auto, auto_text = auto_budget(self.device, static_bytes)
-        if isinstance(self.budget, str) and self.budget.strip().lower() == "auto":
+        if is_word(self.budget, "auto"):
             self.notes.append(auto_text)
         limit = parse_budget(
             self.budget,
@@ -270,18 +268,7 @@ class Fitting:
     def _document(self, step: Step, planned: Planned, *, scales: bool) -> PlanDocument:
         return PlanDocument(
             fingerprint=fingerprint(self.model),
-            step=step,
-            schedule=planned.schedule,
-            status=planned.status.name,
-            budget=str(self.budget),
-            budget_bytes=None if self.limit is None or self.wants_floor else self.limit,
-            plain_peak_bytes=planned.plain.peak_bytes,
-            peak_bytes=planned.timeline.peak_bytes,
-            floor_bytes=planned.floor_bytes,
-            added_seconds=planned.timeline.added_seconds,
-            bound_seconds=planned.bound_seconds,
-            saved_seconds=saved_seconds(planned.timeline),
-            overhead_seconds=overhead_seconds(planned.timeline),
+            **decided(step, planned, self.budget, self.limit, overheads_of(planned.timeline)),
             restarts=self.step is None,
             scales=self.step is None and self.planner == "auto" and scales,
             batch_key=self.shapes[0],
@@ -383,10 +370,9 @@ class Fitting:
         measured = self.ranks.gathered(outcome.replay_seconds)[0]
         step = priced_by_replays(document.step, document.added_seconds, measured)
         if step is not document.step:
-            added = simulate(step, document.schedule).added_seconds
-            bound = document.bound_seconds * added / document.added_seconds
+            bound = document.bound_seconds * measured / document.added_seconds
             document = msgspec.structs.replace(
-                document, step=step, added_seconds=added, bound_seconds=min(bound, added)
+                document, step=step, added_seconds=measured, bound_seconds=min(bound, measured)
             )
         document = msgspec.structs.replace(
             document,

@@ -51,30 +51,29 @@ class MemorySeconds(NamedTuple):
     """Letting go of it."""
 
 
-def saved_seconds(timeline: Timeline) -> float:
-    """Seconds of a step that writing results into dead memory saves, predicted (note 1)."""
-    if not _applies(timeline):
-        return 0.0
-    nbytes = recycled_bytes(timeline, spare_of(timeline), _writes_into)
-    return nbytes * sum(memory_seconds(_typical_bytes(timeline.step))) if nbytes else 0.0
+class Overheads(NamedTuple):
+    """What a plan costs and gains besides its replays, in seconds a step, predicted."""
+
+    saved_seconds: float = 0.0
+    """Gained, because results are written into dead memory (note 1)."""
+    overhead_seconds: float = 0.0
+    """Lost, to memory that is given back twice, the guard and the hooks (notes 2 and 3)."""
 
 
-def overhead_seconds(timeline: Timeline) -> float:
-    """Seconds that a planned step takes besides its replays, predicted: notes 2 and 3."""
-    if not _applies(timeline):
-        return 0.0
+def overheads_of(timeline: Timeline) -> Overheads:
+    """Predict them; nothing where no plan drops anything, or where a device works for itself."""
     step, schedule = timeline.step, timeline.schedule
-    assert schedule is not None
+    if schedule is None or not schedule.windows or torch.device(step.device).type != "cpu":
+        return Overheads()
+    memory = memory_seconds(_typical_bytes(step))
+    used_again = recycled_bytes(timeline, spare_of(timeline), _writes_into)
     sizes = [step.storages[s].nbytes for w in schedule.windows for s in w.retain]
-    again = sum(n for n in sizes if n >= spare.MIN_BYTES)
-    watching = sum(op.phase == Phase.FORWARD for op in step.ops) * watching_seconds()
-    return watching + again * memory_seconds(_typical_bytes(step)).returned
-
-
-def _applies(timeline: Timeline) -> bool:
-    """Whether there is a plan whose memory and guard cost time of their own."""
-    schedule = timeline.schedule
-    return schedule is not None and bool(schedule.windows) and torch.device(timeline.step.device).type == "cpu"
+    returned = sum(n for n in sizes if n >= spare.MIN_BYTES)
+    num_ops = sum(op.phase == Phase.FORWARD for op in step.ops)
+    return Overheads(
+        saved_seconds=used_again * sum(memory),
+        overhead_seconds=num_ops * watching_seconds() + returned * memory.returned,
+    )
 
 
 def _writes_into(target: str) -> bool:

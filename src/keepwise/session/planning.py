@@ -14,7 +14,9 @@ from keepwise.ir.packing import with_packing
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import plan_floor, plan_optimal
 from keepwise.session.advice import binding_moment, infeasible_message, named_message
+from keepwise.session.budget import is_word
 from keepwise.session.forced import plan_forced
+from keepwise.session.overheads import Overheads
 from keepwise.session.status import Status
 from keepwise.simulate import ScheduleError, Timeline, simulate
 
@@ -32,6 +34,33 @@ class Planned:
     bound_seconds: float
     floor_bytes: int
     notes: tuple[str, ...] = ()
+
+
+def decided(
+    step: Step, planned: Planned, budget: int | float | str, limit: int | None, overheads: Overheads
+) -> dict[str, Any]:
+    """The fields of a `PlanDocument` that planning decides.
+
+    Args:
+        step: the step that `planned` is for.
+        planned: the plan.
+        budget: as the user wrote it.
+        limit: the same in bytes; None for no limit.
+        overheads: what it costs and gains besides its replays.
+    """
+    return {
+        "step": step,
+        "schedule": planned.schedule,
+        "status": planned.status.name,
+        "budget": str(budget),
+        "budget_bytes": None if is_word(budget, "min") else limit,
+        "plain_peak_bytes": planned.plain.peak_bytes,
+        "peak_bytes": planned.timeline.peak_bytes,
+        "floor_bytes": planned.floor_bytes,
+        "added_seconds": planned.timeline.added_seconds,
+        "bound_seconds": planned.bound_seconds,
+        **overheads._asdict(),
+    }
 
 
 def plan_step(step: Step, planner: Any, *, packs: bool, forced: frozenset[int], **options: Any) -> tuple[Step, Planned]:

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from keepwise._errors import UsageError
 from keepwise._units import show_bytes
 from keepwise.cost import DeviceProfile, on_device
-from keepwise.session.budget import parse_budget
+from keepwise.session.budget import is_word, parse_budget
 from keepwise.session.device import auto_budget, device_bytes
 from keepwise.session.document import PlanDocument
-from keepwise.session.overheads import overhead_seconds, saved_seconds
-from keepwise.session.planning import plan_step
+from keepwise.session.overheads import Overheads, overheads_of
+from keepwise.session.planning import decided, plan_step
 from keepwise.session.status import Status
 from keepwise.simulate import simulate
 
@@ -43,15 +43,18 @@ def replan(
         raise UsageError(f"nothing can be planned for this step, whatever the budget: {'; '.join(document.notes)}")
     step = document.step if device is None else on_device(document.step, device)
     plain = simulate(step)
-    if device is None:
-        where = torch.device(step.device if step.device.startswith("cpu") or torch.cuda.is_available() else "cpu")
-        memory, (auto, _) = device_bytes(where), auto_budget(where, plain.static_bytes)
-    else:
+    if device is not None:
         memory, auto = device.memory_bytes, device.usable_bytes
+    else:
+        where = torch.device(step.device)
+        if where.type == "cuda" and not torch.cuda.is_available() and (is_word(budget, "auto") or "%" in str(budget)):
+            raise UsageError(f"budget {budget!r} refers to {where}, which is not here: write bytes, or name a device")
+        where = where if where.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+        memory, (auto, _) = device_bytes(where), auto_budget(where, plain.static_bytes)
     limit = parse_budget(
         budget, plain_peak_bytes=plain.peak_bytes, floor_bytes=None, device_bytes=memory, auto_bytes=auto
     )
-    wants_floor = isinstance(budget, str) and budget.strip().lower() == "min"
+    wants_floor = is_word(budget, "min")
     step, planned = plan_step(
         step,
         planner,
@@ -69,18 +72,7 @@ def replan(
     )
     return replace(
         document,
-        step=step,
-        schedule=planned.schedule,
-        status=planned.status.name,
-        budget=str(budget),
-        budget_bytes=None if limit is None or wants_floor else limit,
-        plain_peak_bytes=planned.plain.peak_bytes,
-        peak_bytes=planned.timeline.peak_bytes,
-        floor_bytes=planned.floor_bytes,
-        added_seconds=planned.timeline.added_seconds,
-        bound_seconds=planned.bound_seconds,
-        saved_seconds=saved_seconds(planned.timeline) if device is None else 0.0,
-        overhead_seconds=overhead_seconds(planned.timeline) if device is None else 0.0,
+        **decided(step, planned, budget, limit, Overheads() if device is not None else overheads_of(planned.timeline)),
         scales=document.restarts and planner == "auto",
         notes=(*document.notes, *(n for n in (note, *planned.notes) if n not in document.notes)),
         variants=tuple(

@@ -270,12 +270,11 @@ class _Machine:
             for s, buffer in replay.retained.items()
             if self.until.get((replay.window.id, s), NO_OP) >= replay.window.start
         }
-        given = {
-            id(next(b for b in buffers if b.last == position and id(b) not in wanted))
-            for position, buffers in replay.overwritten
-            if any(b.last == position and id(b) not in wanted for b in buffers)
-        }
+        given: set[int] = set()
         """Buffers whose memory the last op that reads them gives to its result."""
+        for position, buffers in replay.overwritten:
+            dying = [id(b) for b in buffers if b.last == position and id(b) not in wanted]
+            given.update(dying[:1])
         return tuple(
             (
                 b.storage,

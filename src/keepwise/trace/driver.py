@@ -22,6 +22,7 @@ from keepwise.trace.quiet import quiet
 from keepwise.trace.record import Recording, record
 from keepwise.trace.state import Bytes, Generators, Gradients, tensors_of
 from keepwise.trace.static import Leaf, optimizer_tensors
+from keepwise.trace.timing import timings_for
 from keepwise.trace.values import storage_of
 
 Tensor = torch.Tensor
@@ -72,7 +73,7 @@ def trace_steps(
         inputs: pytree of the tensors that `run` reads; their bytes and `.grad` are put back.
         optimizer: its state is put back.
         grads: whether gradient buffers exist during the whole recorded step, or are made by its backward.
-        admission: what is known from earlier traces.
+        admission: what is known from earlier traces; None: the prices that earlier processes left on disk.
         spill: see `record`.
         device: see `record`.
         observe: called after the first step with its result and the user's generators that it drew from.
@@ -81,7 +82,7 @@ def trace_steps(
         Exception: whatever `run` raises, after everything was put back.
     """
     began = time.perf_counter()
-    admission = admission if admission is not None else Admission()
+    admission = admission if admission is not None else Admission(timings_for(device if device is not None else "cpu"))
     with quiet():
         given = tensors_of(inputs)
         parameters = list(model.parameters()) if model is not None else []
@@ -136,6 +137,7 @@ def trace_steps(
             if grads == "fresh":
                 gradients.clear()
             second = one((*_left_by(first), *_left_by(second)))
+    admission.timings.save()
     return Traced(
         recording=second,
         first=first,

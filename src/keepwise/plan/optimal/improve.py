@@ -17,6 +17,7 @@ from keepwise.ir import NO_OP, Phase, Schedule, Step
 from keepwise.ir.schedule import NO_WINDOW
 from keepwise.plan.build import Span, build
 from keepwise.plan.droppable import formally_droppable
+from keepwise.plan.optimal.stages import nodes_of
 
 MAX_OPS = 400
 """Steps with more ops are not searched."""
@@ -63,7 +64,9 @@ class LocalSearch:
         self.step = step
         self.judge = judge
         self.formal = formally_droppable(step)
-        self.nodes = _reading_nodes(step, self.formal)
+        reads = ((step.values[save.value].storage, read.first, read.last) for save in step.saves for read in save.reads)
+        self.nodes = [(n.first, n.last) for n in nodes_of(r for r in reads if r[0] in self.formal)]
+        """First and last moments of what reads a droppable storage."""
         self.choices = sorted(
             {
                 s.id
@@ -193,20 +196,3 @@ def _joined(a: _Part, b: _Part) -> _Part:
     if not a.parts and not b.parts:
         return _Part(a.first, b.last)
     return _Part(a.first, b.last, a.retain | b.retain, (*(a.parts or (a,)), *(b.parts or (b,))))
-
-
-def _reading_nodes(step: Step, formal: frozenset[int]) -> list[tuple[int, int]]:
-    """First and last moments of the nodes that read what may be dropped, overlapping ones joined, in order."""
-    reads = sorted(
-        (read.first, read.last)
-        for save in step.saves
-        if step.values[save.value].storage in formal
-        for read in save.reads
-    )
-    nodes: list[tuple[int, int]] = []
-    for first, last in reads:
-        if nodes and first <= nodes[-1][1]:
-            nodes[-1] = (nodes[-1][0], max(nodes[-1][1], last))
-        else:
-            nodes.append((first, last))
-    return nodes

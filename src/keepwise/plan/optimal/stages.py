@@ -7,7 +7,7 @@ whose backward is not visited one after the other, in reverse order, are joined.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from keepwise.plan.optimal.cuts import Piece, find_pieces
@@ -115,7 +115,7 @@ def _stages(graph: Graph, forward: Sequence[int], groups: list[Piece], wide: fro
                 {s for s, _, _ in reads[i] if _decidable(graph, s) and s not in wide and s not in mine and s in born}
             )
         )
-        nodes = _nodes([r for r in reads[i] if r[0] in own or r[0] in mine])
+        nodes = nodes_of([r for r in reads[i] if r[0] in own or r[0] in mine])
         path = _common_path([step.ops[o].path for o in ops])
         stop = forward[groups[i + 1][0]] if i + 1 < len(groups) else max(first, ops[-1] + 1)
         before = {s for s, _, _ in reads[i - 1]}.union(groups[i - 1][2]) if i > 0 else set[int]()
@@ -188,8 +188,8 @@ def _before(order: list[int], at: int) -> int:
     return order[max(bisect_left(order, at) - 1, 0)]
 
 
-def _nodes(reads: list[tuple[int, int, int]]) -> tuple[Node, ...]:
-    """Reads with overlapping moments joined, in order."""
+def nodes_of(reads: Iterable[tuple[int, int, int]]) -> tuple[Node, ...]:
+    """Reads, as (storage, first moment, last moment), with overlapping moments joined, in order."""
     nodes: list[Node] = []
     for storage, first, last in sorted(reads, key=lambda r: (r[1], r[2], r[0])):
         if nodes and first <= nodes[-1].last:

@@ -6,6 +6,8 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
 
 import keepwise
 from keepwise import InfeasibleBudget
@@ -70,6 +72,16 @@ def test_budgets_that_cannot_be() -> None:
         first.replan("0.8x", on_infeasible="maybe")
     with pytest.raises(UsageError, match="not known"):
         first.replan("0.8x", device="abacus")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+@pytest.mark.parametrize("budget", ["auto", "80%"])
+def test_shares_of_a_device_that_is_not_here(budget: str) -> None:
+    model, x = stack()
+    first = keepwise.fit(model, x, loss=loss, budget="0.8x")
+    document = replace(first.document, step=replace(first.step, device="cuda:0"))
+    with pytest.raises(UsageError, match="cuda:0, which is not here"):
+        keepwise.Plan(document).replan(budget)
 
 
 def test_a_step_that_could_not_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:

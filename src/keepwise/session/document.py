@@ -39,7 +39,7 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     saved_seconds: float = 0.0
     """What writing results into dead memory saves."""
     overhead_seconds: float = 0.0
-    """What the guard, the hooks, and giving memory back twice take."""
+    """What a planned step takes besides the prices of its replays; see `overheads`."""
     restarts: bool
     """Whether the recorded step begins with the model's forward (else with the user's own step)."""
     scales: bool = False

@@ -34,7 +34,7 @@ from keepwise.session.device import auto_budget, device_bytes, free_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
-from keepwise.session.overheads import overheads_of, priced_by_replays
+from keepwise.session.overheads import excess_seconds, overheads_of
 from keepwise.session.pins import apply_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, decided, plan_step
@@ -358,7 +358,7 @@ class Fitting:
         return outcome
 
     def _proved(self, plan: Plan, outcome: Outcome, observed: Observation, proven: frozenset[int]) -> Plan:
-        """The plan with its proof, and with the prices that its replays showed."""
+        """The plan with its proof, and with what its replays took."""
         proof = proof_of_one(
             self.expected,
             observed,
@@ -368,14 +368,10 @@ class Fitting:
         )
         chooser, document = plan.runner.chooser, plan.document
         measured = self.ranks.gathered(outcome.replay_seconds)[0]
-        step = priced_by_replays(document.step, document.added_seconds, measured)
-        if step is not document.step:
-            bound = document.bound_seconds * measured / document.added_seconds
-            document = msgspec.structs.replace(
-                document, step=step, added_seconds=measured, bound_seconds=min(bound, measured)
-            )
         document = msgspec.structs.replace(
             document,
+            overhead_seconds=document.overhead_seconds
+            + excess_seconds(document.step, document.added_seconds, measured),
             notes=tuple(self.notes),
             proven=tuple(sorted(proven)),
             batch_scales=chooser.scales if isinstance(chooser, Ladder) else (),

@@ -9,8 +9,7 @@ Notes:
 3. The guard and the hooks take some microseconds an op, on the processor that starts the ops. On a device that works for itself they are
    hidden behind it.
 4. An op's price was taken with its arguments in the caches and new memory for its result; in a replay it is the other way round, and
-   captured calls are not free. So the prices are scaled by what the replays took in the step that proved the plan. All by the
-   same factor: the plan would be the same.
+   captured calls are not free. By how much the replays took longer than their ops alone is seen in the step that proves the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from msgspec.structs import replace
 
 from keepwise.ir import Phase, Schedule, Step, spare
 from keepwise.runtime.calls import resolve
@@ -57,7 +55,7 @@ class Overheads(NamedTuple):
     saved_seconds: float = 0.0
     """Gained, because results are written into dead memory (note 1)."""
     overhead_seconds: float = 0.0
-    """Lost, to memory that is given back twice, the guard and the hooks (notes 2 and 3)."""
+    """Lost, to memory that is given back twice, the guard and the hooks (notes 2 and 3), before a replay was seen."""
 
 
 def overheads_of(timeline: Timeline) -> Overheads:
@@ -147,22 +145,15 @@ def watching_seconds() -> float:
     return max(min(seen) - min(plain), 0.0) / sum(op.phase == Phase.FORWARD for op in step.ops)
 
 
-def priced_by_replays(step: Step, priced: float, measured: float) -> Step:
-    """The step with all prices scaled so that the replays of a plan cost what they took (note 4).
+def excess_seconds(step: Step, priced: float, measured: float) -> float:
+    """By how much the replays of a step took longer than their ops alone (note 4); below 0 where they took less.
 
     Args:
         step: the recorded step.
-        priced: what the replays cost by its prices, in seconds.
-        measured: what they took, in seconds; 0 if unknown.
+        priced: what the replays cost by the prices of their ops, in seconds.
+        measured: what they took, in seconds.
 
     Returns:
-        The step; unchanged where replays only start work on a device, so that the clock says nothing.
+        Seconds; 0 where replays only start work on a device, so that the clock says nothing.
     """
-    if not priced or not measured or torch.device(step.device).type != "cpu":
-        return step
-    factor = measured / priced
-    return replace(
-        step,
-        ops=tuple(replace(op, seconds=op.seconds * factor) for op in step.ops),
-        storages=tuple(replace(s, pack_seconds=s.pack_seconds * factor) for s in step.storages),
-    )
+    return measured - priced if torch.device(step.device).type == "cpu" else 0.0

@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def replay_seconds(self) -> float:
-        """Predicted seconds of replays and of packing what they expand, as they were in the step that proved the plan."""
+        """Predicted seconds of all replays, by the prices of their ops."""
         return self.document.added_seconds
 
     @property
@@ -118,7 +118,8 @@ class Plan:
     def overhead_seconds(self) -> float:
         """Predicted seconds that a planned step takes besides its replays; 0 where a device hides them.
 
-        That is the op guard, the hooks on saved tensors, and memory that is given back to the system twice.
+        That is the op guard, the hooks on saved tensors, memory that is given back to the system twice, and by how much the replays took
+        longer than their ops alone in the step that proved the plan (below 0 where they took less).
         """
         return self.document.overhead_seconds
 
@@ -219,7 +220,7 @@ class Plan:
             seconds = max(self.step_seconds, 1e-12)
             parts = [f"replays +{100 * self.replay_seconds / seconds:.1f} %"]
             if self.overhead_seconds:
-                parts.append(f"watching and giving memory back +{100 * self.overhead_seconds / seconds:.1f} %")
+                parts.append(f"overhead {100 * self.overhead_seconds / seconds:+.1f} %")
             if self.saved_seconds:
                 parts.append(f"memory used again -{100 * self.saved_seconds / seconds:.1f} %")
             lines.append(f"  time: {', '.join(parts)}")

@@ -11,14 +11,25 @@ from msgspec.structs import replace
 import keepwise
 from keepwise._errors import UsageError
 from keepwise.ir import Phase
-from keepwise.session.overheads import excess_seconds, memory_seconds, overheads_of, watching_seconds
+from keepwise.session.overheads import (
+    MOST_EVICTED_BYTES,
+    evicted_bytes,
+    excess_seconds,
+    memory_seconds,
+    overheads_of,
+    watching_seconds,
+)
 from tests.session.models import loss, stack
 
 
 def test_the_parts_make_the_whole() -> None:
     model, x = stack()
     plan = keepwise.fit(model, x, loss=loss, budget="0.6x")
-    assert overheads_of(plan.timeline).overhead_seconds >= plan.num_forward_ops * watching_seconds() > 0
+    assert (
+        overheads_of(plan.timeline).overhead_seconds
+        >= plan.num_forward_ops * watching_seconds(evicted_bytes(plan.step))
+        > 0
+    )
     assert plan.added_seconds == pytest.approx(
         max(plan.replay_seconds + plan.overhead_seconds - plan.saved_seconds, 0.0)
     )
@@ -37,7 +48,9 @@ def test_memory_is_not_cheaper_new_than_old() -> None:
 
 
 def test_watching_takes_microseconds_an_op() -> None:
-    assert 1e-6 < watching_seconds() < 2e-3
+    small, large = watching_seconds(1 << 12), watching_seconds(MOST_EVICTED_BYTES)
+    assert 1e-6 < small < 2e-3
+    assert small / 2 < large < 5e-3
 
 
 def test_a_plan_that_drops_nothing_adds_nothing() -> None:

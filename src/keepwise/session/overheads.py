@@ -6,8 +6,8 @@ Notes:
    A plan writes results into dead memory instead. What that saves is measured here and now, at the size that matters.
    Only forward counts: what replays save of it is in their measured times.
 2. What is dropped is given back to the system in forward, and once more after its replay.
-3. The guard and the hooks take some microseconds an op, on the processor that starts the ops. On a device that works for itself they are
-   hidden behind it.
+3. The guard and the hooks take some 20 us an op while their code and data are in the processor's caches, and three times that where
+   each op pushes them out, as large ones do. On a device that works for itself they are hidden behind it.
 4. An op's price was taken with its arguments in the caches and new memory for its result; in a replay it is the other way round, and
    captured calls are not free. By how much the replays took longer than their ops alone is seen in the step that proves the plan.
 """
@@ -35,9 +35,11 @@ from keepwise.trace.quiet import quiet
 ROUNDS = 7
 CHAIN = 40
 """Pairs of ops in the chain that watching is timed on."""
-CHAIN_NUMEL = 1 << 16
+CHAIN_NUMEL = 1 << 12
 """Elements of its tensors."""
 MOST_BYTES = 32 << 20
+MOST_EVICTED_BYTES = 4 << 20
+"""More than a core's own caches hold."""
 
 
 class MemorySeconds(NamedTuple):
@@ -70,7 +72,7 @@ def overheads_of(timeline: Timeline) -> Overheads:
     num_ops = sum(op.phase == Phase.FORWARD for op in step.ops)
     return Overheads(
         saved_seconds=used_again * sum(memory),
-        overhead_seconds=num_ops * watching_seconds() + returned * memory.returned,
+        overhead_seconds=num_ops * watching_seconds(evicted_bytes(step)) + returned * memory.returned,
     )
 
 
@@ -113,18 +115,30 @@ def memory_seconds(nbytes: int) -> MemorySeconds:
     return MemorySeconds(touched / nbytes, statistics.median(gone) / nbytes)
 
 
+def evicted_bytes(step: Step) -> int:
+    """How much an op of the step pushes out of a core's caches, roughly: a power of two."""
+    return 1 << min(_typical_bytes(step), MOST_EVICTED_BYTES).bit_length() - 1
+
+
 @functools.cache
-def watching_seconds() -> float:
+def watching_seconds(evicted: int) -> float:
     """What watching adds to an op of forward, with the tensors that it saves and their way back in backward; measured once.
 
-    On a chain of ops, three saved tensors for two ops; the fastest of a few steps each, as other work only slows them down. The tensors
-    are as large as a processor's inner caches, which they push our code out of, as those of real steps do.
+    On a chain of ops, three saved tensors for two ops; the median over a few pairs of steps.
+
+    Args:
+        evicted: bytes that are moved after each op, in both steps of a pair (note 3).
     """
+    moved = memoryview(bytearray(2 * evicted))
+    to, source = moved[:evicted], moved[evicted:]
 
     def chain() -> torch.Tensor:
         x = w
         for _ in range(CHAIN):
-            x = torch.tanh(x * w)
+            x = x * w
+            to[:] = source
+            x = torch.tanh(x)
+            to[:] = source
         return x.sum()
 
     def seconds(forward: Callable[[], torch.Tensor]) -> float:
@@ -141,8 +155,8 @@ def watching_seconds() -> float:
         w = torch.ones(CHAIN_NUMEL, dtype=torch.float32, device="cpu", requires_grad=True)
         step = record(lambda: chain().backward(), model=None, inputs=(w,), spill=False, device="cpu").step
         program = compile_program(step, Schedule(planner="none"))
-        plain, seen = zip(*((seconds(chain), seconds(watched)) for _ in range(ROUNDS)), strict=True)
-    return max(min(seen) - min(plain), 0.0) / sum(op.phase == Phase.FORWARD for op in step.ops)
+        added = statistics.median(seconds(watched) - seconds(chain) for _ in range(ROUNDS))
+    return max(added, 0.0) / sum(op.phase == Phase.FORWARD for op in step.ops)
 
 
 def excess_seconds(step: Step, priced: float, measured: float) -> float:

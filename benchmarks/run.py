@@ -5,7 +5,8 @@
     python benchmarks/run.py gpt2 --budgets 800MiB,564MiB,258MiB,min --policies none
 
 Run it with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536, so that freed memory goes back and the resident peak means
-something. A budget here is the peak *above* the bytes that exist anyway (parameters, gradients, buffers, inputs), as the tables of
+something. Resident memory is measured in a process of its own for each row: what a process did before leaves holes in its heap, which later
+steps fill. A budget here is the peak *above* the bytes that exist anyway (parameters, gradients, buffers, inputs), as the tables of
 other tools give it; by default each stock policy's own peak, and the smallest one. Gradients are zeroed in place, there is no optimizer
 step. Ratios compare runs of the same round with the plain step; the quartiles are over the rounds.
 """
@@ -19,7 +20,9 @@ import gc
 import json
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -73,14 +76,26 @@ def planned_step(target: Target, plan: keepwise.Plan) -> Callable[[], object]:
     return step
 
 
-def measure(row: Row, step: Callable[[], object]) -> None:
-    """Fill in the peaks."""
+def measure(row: Row, step: Callable[[], object], *how: str) -> None:
+    """Fill in the peaks; the resident one by another process."""
     step()
     row.allocator_bytes = allocator_peak(step)
-    gc.collect()
+    command = [sys.executable, __file__, *how, "--threads", str(torch.get_num_threads())]
+    row.resident_bytes = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def resident_rise(target: Target, how: str) -> int:
+    """By how much a step raises this process's resident memory, under a stock policy or a saved plan."""
+    if how.endswith(".json"):
+        keepwise.Plan.load(how).apply(target.model)
+        step = step_of(target, "none")
+    else:
+        step = step_of(target, how)
+    step()
+    step()
     with ResidentRise() as rise:
         step()
-    row.resident_bytes = rise.bytes
+    return rise.bytes
 
 
 def compare(
@@ -102,7 +117,7 @@ def compare(
     for policy in policies:
         row = rows[policy] = Row(name=policy, allocator_bytes=0, resident_bytes=0)
         steps[policy] = step_of(target, policy)
-        measure(row, steps[policy])
+        measure(row, steps[policy], name, "--resident", policy)
         row.difference = first_difference(reference, checked(policy))
         print(f"  {policy}: {row.allocator_bytes / MIB:.0f} MiB", file=sys.stderr, flush=True)
     wanted = list(budgets) or [f"{rows[p].allocator_bytes}" for p in policies if p != "none"] + ["min"]
@@ -132,7 +147,9 @@ def compare(
             fit_seconds=seconds,
         )
         steps[label] = planned_step(target, plan)
-        measure(row, steps[label])
+        with tempfile.TemporaryDirectory() as folder:
+            plan.save(f"{folder}/plan.json")
+            measure(row, steps[label], name, "--resident", f"{folder}/plan.json")
         plan.apply(target.model)
         row.difference = first_difference(reference, checked("none"))
         plan.remove()
@@ -214,9 +231,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--resident",
+        metavar="POLICY|PLAN.json",
+        help="only print by how many bytes a step of the target raises this process's resident memory",
+    )
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/TARGET.json and .md")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    if options.resident:
+        print(resident_rise(targets.build(options.targets[0]), options.resident))
+        return 0
     for name in options.targets:
         print(f"{name}:", file=sys.stderr, flush=True)
         rows, facts = compare(

@@ -635,3 +635,19 @@ def llama_with_adapters() -> Case:
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     return case(model.train(), input_ids=ids, attention_mask=mask, labels=ids, loss=lambda out: out.loss)
+
+
+@PROGRAMS.add("a recurrent layer's kernel leaves gaps in the notes for its backward", ops=("mkldnn_rnn_layer",))
+def recurrent_notes() -> Case:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(6, 8)
+            self.layers = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True, dropout=0.2)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden, (last, _) = self.layers(torch.tanh(self.into(x)))
+            return self.head(torch.cat((hidden, last[:2].transpose(0, 1).flatten(1)[:, None].expand_as(hidden)))).tanh()
+
+    return case(Net(), torch.randn(3, 7, 6))

@@ -62,6 +62,16 @@ def test_notes_of_a_recurrent_layer_have_gaps_and_are_made_again_all_the_same() 
     assert {step.values[v].storage for v in op.outputs if v >= 0} & set(step.saved_storages)
 
 
+def test_alignments_of_texts_of_several_lengths_are_made_again() -> None:
+    scores, texts = torch.randn(20, 3, 5, requires_grad=True), torch.randint(1, 5, (3, 8))
+    others = [torch.full((3, 20, 17), float(i)) for i in range(50)]  # memory to be found in the gaps
+    del others[::2]
+    loss = nn.CTCLoss()
+    step = trace(lambda: loss(scores, texts, (20, 11, 7), (8, 2, 1)).backward(), inputs=(scores, texts))
+    op = find(step, "aten._ctc_loss.default")
+    assert op.replayable, op.why_not
+
+
 def test_rrelu_writes_its_noise_and_draws() -> None:
     x = torch.randn(64, 32)
     step = trace(lambda: nn.functional.rrelu(x, training=True), inputs=x)

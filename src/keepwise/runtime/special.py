@@ -41,7 +41,10 @@ def replay_arguments(
 
 
 # op -> positions of results that are the kernel's own notes for its backward, laid out in rows that it does not fill
-_WITH_GAPS: dict[Any, frozenset[int]] = {}
+_WITH_GAPS: dict[Any, frozenset[int]] = {
+    aten._ctc_loss.default: frozenset((1,)),  # a row has room for the longest text
+    aten._ctc_loss.Tensor: frozenset((1,)),
+}
 if hasattr(aten, "mkldnn_rnn_layer"):
     _WITH_GAPS[aten.mkldnn_rnn_layer.default] = frozenset((3,))
 

@@ -635,3 +635,24 @@ def llama_with_adapters() -> Case:
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     return case(model.train(), input_ids=ids, attention_mask=mask, labels=ids, loss=lambda out: out.loss)
+
+
+@PROGRAMS.add(
+    "kernels leave gaps in their notes for backward: a recurrent layer, and alignments of texts of several lengths",
+    ops=("mkldnn_rnn_layer", "_ctc_loss"),
+)
+def notes_with_gaps() -> Case:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(6, 8)
+            self.layers = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True, dropout=0.2)
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, x: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+            hidden, (last, _) = self.layers(torch.tanh(self.into(x)))
+            scores = self.head(hidden + last[:2].transpose(0, 1).flatten(1)[:, None]).log_softmax(2)
+            lengths = torch.tensor([9, 8, 7]), torch.tensor([4, 2, 1])
+            return F.ctc_loss(scores.transpose(0, 1), texts, *lengths)
+
+    return case(Net(), torch.randn(3, 9, 6), torch.randint(1, 5, (3, 4)))

@@ -727,3 +727,21 @@ def test_what_the_loss_saves_of_the_output_counts() -> None:
     plan = keepwise.fit(model, x, loss=loss, budget="min")
     outside = [d for d in plan.decisions if "PowBackward0" in d.saved_by]
     assert [d.kind for d in outside] == ["keep"]
+
+
+def test_what_nothing_reads_is_kept_and_says_so() -> None:
+    """A head that the loss leaves out."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tanh(torch.tanh(self.used(x))), torch.tanh(torch.tanh(self.unused(x)))
+
+    plan = keepwise.fit(
+        Two(), torch.randn(4, 8), loss=lambda out: out[0].sum(), budget="max", planner="recompute_everything"
+    )
+    why = {d.why for d in plan.decisions if d.op == "aten.tanh.default" and not d.is_forced}
+    assert any("nothing in backward reads it" in text for text in why), why

@@ -53,6 +53,25 @@ def test_batch_norm_in_eval_writes_nothing_and_reads_its_statistics() -> None:
     assert {"running_mean", "running_var"} <= {step.storages[step.values[v].storage].name for v in op.inputs}
 
 
+def test_notes_of_a_recurrent_layer_have_gaps_and_are_made_again_all_the_same() -> None:
+    layer = nn.LSTM(8, 8)
+    x = torch.randn(5, 2, 8)
+    step = record(lambda: layer(x)[0].sum().backward(), model=layer, inputs=x, admit=Admission(), spill=False).step
+    op = find(step, "aten.mkldnn_rnn_layer.default")
+    assert op.replayable, op.why_not
+    assert {step.values[v].storage for v in op.outputs if v >= 0} & set(step.saved_storages)
+
+
+def test_alignments_of_texts_of_several_lengths_are_made_again() -> None:
+    scores, texts = torch.randn(20, 3, 5, requires_grad=True), torch.randint(1, 5, (3, 8))
+    others = [torch.full((3, 20, 17), float(i)) for i in range(50)]  # memory to be found in the gaps
+    del others[::2]
+    loss = nn.CTCLoss()
+    step = trace(lambda: loss(scores, texts, (20, 11, 7), (8, 2, 1)).backward(), inputs=(scores, texts))
+    op = find(step, "aten._ctc_loss.default")
+    assert op.replayable, op.why_not
+
+
 def test_rrelu_writes_its_noise_and_draws() -> None:
     x = torch.randn(64, 32)
     step = trace(lambda: nn.functional.rrelu(x, training=True), inputs=x)

@@ -532,7 +532,7 @@ class Guard(Watch):
         if finisher >= self.place:
             save.pending = self.keep(t)  # note 5
             self.pending.setdefault(finisher, []).append(save)
-        elif self.stats.auditing:
+        elif self._is_compared(view):
             with torch._C._DisableTorchDispatch():
                 cell.digest = digest(t)
         self.stats.num_dropped += 1
@@ -542,9 +542,13 @@ class Guard(Watch):
             self.stats.dropped_bytes += self.program.nbytes[view]
         return save
 
+    def _is_compared(self, view: int) -> bool:
+        return self.stats.auditing and view not in self.program.with_gaps
+
     def _finish(self, save: DroppedSave) -> None:
         kept, save.pending = save.pending, None
-        if self.stats.auditing and save.version.is_current():  # overwritten: backward may not read it, and need not
+        # what is overwritten backward may not read, and need not
+        if self._is_compared(save.cell.view) and save.version.is_current():
             with torch._C._DisableTorchDispatch():
                 save.cell.digest = digest(kept.unpack())
 

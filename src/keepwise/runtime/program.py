@@ -17,6 +17,7 @@ from keepwise.runtime.calls import mutates, resolve, returns_view
 from keepwise.runtime.clean import is_random
 from keepwise.runtime.geometry import SMALL_BYTES
 from keepwise.runtime.reuse import out_form
+from keepwise.runtime.special import results_with_gaps
 
 LOCAL = 0
 """The argument is made by the same replay."""
@@ -99,6 +100,8 @@ class Program:
     """Bytes of results that can be written into dead memory; grows where a step is larger than the recorded one."""
     proven: set[int] = field(default_factory=set)
     """Views whose replay was seen to equal the original, in whichever program of the same step; shared by all of those."""
+    with_gaps: frozenset[int] = frozenset()
+    """Views on results that equal their replay but for bytes that nobody wrote: they cannot be compared."""
     num_checks: int = 0
     """Steps that were audited because some view that it drops is not proven."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
@@ -106,9 +109,8 @@ class Program:
 
     def needs_proof(self) -> bool:
         """Whether it drops a view whose replay was never compared; says so in a few steps at most."""
-        if self.num_checks == MAX_CHECKS or self.proven.issuperset(
-            self.drops_by_view.keys() | {v for _, v in self.drops}
-        ):
+        dropped = (self.drops_by_view.keys() | {v for _, v in self.drops}) - self.with_gaps
+        if self.num_checks == MAX_CHECKS or self.proven.issuperset(dropped):
             self.num_checks = MAX_CHECKS
             return False
         self.num_checks += 1
@@ -259,6 +261,7 @@ def compile_program(
             for op, entry in zip(forward, ops, strict=True)
             if entry.into is not None and op.outputs and op.outputs[0] >= 0
         },
+        with_gaps=frozenset(entry.outs[i] for entry in ops for i in results_with_gaps(entry.func)),
     )
     for (window, storage), borrower in (spare.loans if spare is not None else {}).items():
         lends = program.loans.setdefault(window, {})

@@ -187,6 +187,8 @@ def _why_kept(step: Step, s: int, is_held: bool) -> str:
         return f"stays alive anyway: held by {who} until {_when(step, storage.held_until)}"
     if is_held:
         return "keeping it is cheaper than any replay that would free its bytes within this budget"
+    if not any(save.reads for save in step.saved_storages[s]):
+        return "nothing in backward reads it: it is let go of with the graph that it belongs to"
     return "its recipe is not replayable or is not worth it; kept as in the plain step"
 
 

@@ -164,7 +164,7 @@ def test_the_predicted_peak_is_the_allocators(name: str, budget: str) -> None:
 def test_parameters_that_are_trained_in_backward_are_not_copied_for_replays() -> None:
     """A block's replay runs before its own parameters are written: references are enough, also where they are large."""
     case = optimizer_in_backward(width=272)  # the matrices are above the size up to which leaves are copied
-    plan = keepwise.fit(case.model, budget="0.7x", grads="fresh", **case.fit)  # pyright: ignore[reportArgumentType]
+    plan = keepwise.fit(case.model, budget="0.72x", grads="fresh", **case.fit)  # pyright: ignore[reportArgumentType]
     step = plan.step
     plan.remove()
     writes = {s for op in step.ops if op.phase is not Phase.FORWARD for s in op.writes}

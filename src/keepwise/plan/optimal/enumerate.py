@@ -110,8 +110,8 @@ class _Tables:
         self.workspace = np.array([graph.step.ops[o].workspace_bytes for o in self.ops], dtype=np.float64)
         self.drawn = np.array([graph.step.ops[o].rng_bytes for o in self.ops], dtype=np.float64)
         self.leaves = [
-            ([i for i, o in enumerate(self.ops) if s in problem.shared.get(o, ())], float(graph.nbytes[s]))
-            for s in sorted({s for leaves in problem.shared.values() for s in leaves})
+            ([i for i, o in enumerate(self.ops) if s in problem.leaves.get(o, ())], float(graph.nbytes[s]))
+            for s in sorted({s for found in problem.leaves.values() for s in found})
         ]
         """Rows of the ops that read each leaf of which forward takes a copy, and its bytes."""
         self.relations: list[list[_Relation]] = [[] for _ in self.ops]

@@ -321,7 +321,7 @@ class _Pieces:
         for piece in self.pieces:
             ops = self._ops(piece.own, problem.at_hand | hand)
             count.update(ops)
-            leaves.update({s for o in ops for s in problem.shared.get(o, ())})
+            leaves.update({s for o in ops for s in problem.leaves.get(o, ())})
         drawn = sum(graph.drawn_bytes(o) * (n - 1) for o, n in count.items())
         return float(drawn + sum(graph.nbytes[s] * (n - 1) for s, n in leaves.items()))
 

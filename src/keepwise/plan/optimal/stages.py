@@ -230,7 +230,7 @@ def _key(
         )
         made = tuple((name(s), graph.nbytes[s], s in graph.droppable) for s in graph.made_by[op])
         shared = tuple(
-            (name(s), graph.nbytes[s], inside.issuperset(graph.shared_readers[s])) for s in graph.shared.get(op, ())
+            (name(s), graph.nbytes[s], inside.issuperset(graph.leaf_readers[s])) for s in graph.leaves.get(op, ())
         )
         wiring.append(
             (

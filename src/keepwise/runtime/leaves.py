@@ -60,7 +60,7 @@ class LeafCopies:
         if known is None or version < 0 or known.version != version or known.leaf() is not leaf:
             return None
         copy = known.copy()
-        if copy is None or (leaf.device.type == "cpu" and not torch.equal(_all_bytes(leaf), _all_bytes(copy))):
+        if copy is None or (leaf.device.type == "cpu" and not _are_equal(leaf, copy)):
             return None
         return copy
 
@@ -70,5 +70,12 @@ class LeafCopies:
             self.copies.pop(storage, None)
 
 
+def _are_equal(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    x, y = _all_bytes(a), _all_bytes(b)
+    return torch.equal(x, y) if x.dtype == y.dtype else torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
 def _all_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]
+    """As words where that is possible: comparing them takes an eighth of the time."""
+    dtype = torch.int64 if storage.nbytes() % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from .helpers import Chain, Outcome, batch, fit, made, outcome, step, twice
 # ---------------------------------------------------------------------- what the guard compares
 
 
-class Literal(Chain):
+class Factor(Chain):
     """The same ops with a number that changes."""
 
     factor = 1.5
@@ -36,7 +36,7 @@ class Literal(Chain):
 
 
 def changed_literal() -> None:
-    model, x = made(Literal), batch(3, 4)
+    model, x = made(Factor), batch(3, 4)
     plan = fit(model, x)
     for factor in (1.5, 0.25, 3.0):
         model.factor = factor
@@ -297,6 +297,49 @@ def buffer_written_between_forward_and_backward() -> None:
 
     twice(plan, run)
     assert plan.stats.num_replays
+
+
+class Read(nn.Module):
+    """Reads a small buffer twice; what is between may write it."""
+
+    between: Literal["nothing", "an op", "no op"] = "nothing"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("centre", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(torch.tanh(self.a(x) + self.centre) * 2)
+        if self.between == "an op":
+            self.centre.data.mul_(3.0)
+        elif self.between == "no op":
+            self.centre.numpy()[:] *= 3.0
+        return torch.tanh(torch.tanh(h + self.centre) * 2)
+
+
+def _written_between_readers(how: Literal["an op", "no op"], *, recorded: bool) -> None:
+    model, x = made(Read), batch(3, 4)
+    model.between = how if recorded else "nothing"
+    plan = fit(model, x)
+    model.between = how
+
+    def run() -> Outcome:
+        model.centre.fill_(1.0)
+        return step(model, x)
+
+    twice(plan, run)
+    assert plan.stats.num_replays
+
+
+def leaf_written_between_its_readers() -> None:
+    """By an op that the recording does not have, and that moves no version of the leaf's."""
+    _written_between_readers("an op", recorded=False)
+
+
+def leaf_written_by_no_op_between_its_readers() -> None:
+    _written_between_readers("no op", recorded=True)
+    _written_between_readers("no op", recorded=False)
 
 
 class Staged(nn.Module):

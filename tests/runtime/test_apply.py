@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import keepwise
 from keepwise.runtime import apply
+from keepwise.runtime.allocated import highest_allocated
 
 from .helpers import Chain, batch, differences, fit, made, step, twice
 
@@ -300,3 +301,39 @@ def test_counters_by_their_plain_names() -> None:
     assert stats.seconds > 0
     assert stats.deviations == 0
     assert not stats.over_budget
+    assert stats.peak_bytes is None  # the CPU's allocator counts nothing
+
+
+def test_the_peak_is_the_devices_own_count_and_an_old_one_blames_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA's allocator says, by hand: a counter that only goes up, which a user may reset."""
+    model, x = made(Chain), batch(3, 4)
+    plan = fit(model, x)
+    plan.runner.budget_bytes = 1000
+    counter = [400]
+    monkeypatch.setattr(apply, "highest_allocated", lambda device: counter[0])
+
+    def after(peak: int) -> tuple[int | None, bool]:
+        step(model, x)
+        counter[0] = peak
+        return plan.stats.peak_bytes, plan.stats.over_budget
+
+    assert after(900) == (900, False)
+    assert after(900) == (900, False)
+    assert after(1001) == (1001, True)
+    assert plan.metrics()["keepwise/over_budget"] == 1
+    assert after(1001) == (1001, False)  # that was the step before
+    counter[0] = 300  # reset between the steps
+    assert after(800) == (800, False)
+    assert after(1200) == (1200, True)
+    step(model, x)
+    counter[0] = 1100  # reset inside the step
+    assert (plan.stats.peak_bytes, plan.stats.over_budget) == (1100, True)
+
+
+def test_what_cuda_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {"allocated_bytes": {"all": {"peak": 77, "current": 5}, "large_pool": {"peak": 70}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counted)
+    assert highest_allocated(torch.device("cuda:1")) == 77
+    assert highest_allocated(torch.device("cpu")) is None
+    counted.clear()  # CUDA has not begun
+    assert highest_allocated(torch.device("cuda:1")) is None

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import keepwise
-from keepwise.runtime import apply, aside, clean, guard, holding, program, replay, watch
+from keepwise.runtime import apply, aside, clean, guard, holding, leaves, program, replay, watch
 
 from . import scenarios
 
@@ -109,7 +109,22 @@ def copies_for_the_next_replay(patch: Patch) -> None:
 
 
 def copies_of_buffers(patch: Patch) -> None:
-    patch.setattr(program, "COPY", program.LEAF)
+    patch.setattr(program, "SHARED", program.LEAF)
+
+
+def copies_of_each_version(patch: Patch) -> None:
+    """A leaf's first copy is the leaf for the whole pass."""
+
+    def found(self: Any, key: Any, leaf: Any, version: int) -> Any:
+        return self.copies[key].copy() if key in self.copies else None
+
+    patch.setattr(leaves.LeafCopies, "_found", found)
+    patch.setattr(leaves.LeafCopies, "forget", nothing)
+
+
+def copies_compared(patch: Patch) -> None:
+    """Whoever writes a leaf moves its version, or is seen."""
+    patch.setattr(leaves, "torch", _Overlay(torch, equal=lambda a, b: True))
 
 
 def protection(patch: Patch) -> None:
@@ -218,6 +233,8 @@ FAULTS: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (captured_copies, (scenarios.input_of_a_block_is_written,)),
     (copies_for_the_next_replay, (scenarios.replay_twice_of_a_write,)),
     (copies_of_buffers, (scenarios.buffer_written_between_forward_and_backward,)),
+    (copies_of_each_version, (scenarios.leaf_written_between_its_readers,)),
+    (copies_compared, (scenarios.leaf_written_by_no_op_between_its_readers,)),
     (
         protection,
         (scenarios.captured_tensor_written_while_watched, scenarios.captured_tensor_written_in_another_pass),

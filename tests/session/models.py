@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import keepwise
-from keepwise.ir import NO_OP
-from keepwise.runtime.geometry import SMALL_BYTES
-
 
 class Block(nn.Module):
     def __init__(self, width: int, dropout: float = 0.0) -> None:
@@ -39,20 +35,6 @@ class Stack(nn.Module):
 def stack(depth: int = 6, dropout: float = 0.0) -> tuple[Stack, torch.Tensor]:
     torch.manual_seed(0)
     return Stack(depth, dropout=dropout), torch.randn(64, 32, 16)
-
-
-def small_copies(plan: keepwise.Plan) -> int:
-    """Bytes of what forward copies for replays and no prediction counts: small leaves that autograd does not save, for each reader."""
-    step = plan.step
-    return sum(
-        s.nbytes
-        for w in plan.schedule.windows
-        for op in w.ops
-        for value in step.ops[op].inputs
-        if (s := step.storages[step.values[value].storage]).birth == NO_OP
-        and s.id not in step.saved_storages
-        and s.nbytes <= SMALL_BYTES
-    )
 
 
 def loss(output: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import keepwise
 from keepwise.ir import Phase
 from keepwise.plan.optimal import Status, plan_optimal
-from tests.session.models import small_copies
 
 VOCABULARY = 512
 
@@ -159,15 +158,13 @@ def test_the_predicted_peak_is_the_allocators(name: str, budget: str) -> None:
     peak = measured.peak_bytes
     if measured.static_bytes < plan.static_bytes:  # as far as `measure` was not told of the optimizers
         peak += case.state_bytes
-    assert (
-        0.99 * plan.peak_bytes <= peak <= 1.01 * plan.peak_bytes + 3 * small_copies(plan)
-    )  # three micro-batches at most
+    assert 0.99 * plan.peak_bytes <= peak <= 1.01 * plan.peak_bytes
 
 
 def test_parameters_that_are_trained_in_backward_are_not_copied_for_replays() -> None:
     """A block's replay runs before its own parameters are written: references are enough, also where they are large."""
     case = optimizer_in_backward(width=272)  # the matrices are above the size up to which leaves are copied
-    plan = keepwise.fit(case.model, budget="0.7x", grads="fresh", **case.fit)  # pyright: ignore[reportArgumentType]
+    plan = keepwise.fit(case.model, budget="0.72x", grads="fresh", **case.fit)  # pyright: ignore[reportArgumentType]
     step = plan.step
     plan.remove()
     writes = {s for op in step.ops if op.phase is not Phase.FORWARD for s in op.writes}

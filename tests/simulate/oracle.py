@@ -34,6 +34,8 @@ class Played:
     copied: dict[int, int]
     captured: set[int]
     borrowed: list[tuple[int, int]]
+    leaves: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(leaf that forward copies, what it contained) -> op that reads it first."""
 
 
 class Oracle:
@@ -168,7 +170,10 @@ class Oracle:
             return want
         x = self.step.storages[s]
         if (s in self.schedule.held or (x.birth == NO_OP and x.category.is_static)) and shown == want:
-            play.captured.add(s)
+            if x.copied:
+                play.leaves.setdefault((s, want), i)
+            else:
+                play.captured.add(s)
             return want
         for c in play.window.copies:
             if self.step.values[c].storage == s and self.content_of[c] == want:
@@ -219,7 +224,12 @@ class Oracle:
         """Bytes while op t runs."""
         total = self.step.outside_bytes + self.step.ops[t].workspace_bytes
         total += sum(self._size(s.id) for s in self.step.storages if s.birth <= t <= self._until(s.id))
-        return total + self._extra(t, lambda w: w.start <= t)
+        return total + self._leaf_copies(t, t) + self._extra(t, lambda w: w.start <= t)
+
+    def _leaf_copies(self, t: int, begun: int) -> int:
+        """Copies of leaves that some window needs at t, of those whose reader is no later than `begun`."""
+        there = {key for p in self.played for key, i in p.leaves.items() if i <= begun and t <= p.window.start}
+        return sum(self._size(s) for s, _ in there)
 
     def _extra(self, t: int, replayed) -> int:
         """Copies, generator states and retained storages at t, for the windows that have replayed by then."""
@@ -246,7 +256,7 @@ class Oracle:
         base = self.step.outside_bytes
         base += sum(self._size(s.id) for s in self.step.storages if s.birth < t <= self._until(s.id))
         ancestors = self._ancestors(window)
-        base += self._extra(t, lambda w: w.start < t or w.id in ancestors)
+        base += self._leaf_copies(t, t - 1) + self._extra(t, lambda w: w.start < t or w.id in ancestors)
         play = self.played[window.id]
         highest = 0
         for position, i in enumerate(window.ops):

@@ -11,7 +11,7 @@ from keepwise.plan import get_planner
 from keepwise.plan.droppable import formally_droppable
 from keepwise.plan.tables import tables_of
 from keepwise.simulate import LiveKind, ScheduleError, Timeline, simulate
-from tests.steps import StepBuilder, chain, check_step, gpt_like, in_place_stream, msgspec_replace
+from tests.steps import StepBuilder, Tensor, chain, check_step, gpt_like, in_place_stream, msgspec_replace
 
 
 def three_layers() -> Step:
@@ -169,6 +169,67 @@ def test_a_generator_state_is_charged_once_until_the_last_replay() -> None:
     timeline = simulate(step, Schedule(windows=windows))
     [rng] = [c for c in timeline.charges if c.live.kind is LiveKind.RNG]
     assert (rng.first, rng.last, rng.live.nbytes, rng.live.id) == (1, reads[1].first, 50, 1)
+
+
+def test_a_leaf_is_copied_once_for_all_windows_that_need_it() -> None:
+    """From its first reader that is replayed to the last replay; nothing where no window reads it, nor twice where two do."""
+    b = StepBuilder()
+    bias, other = b.copied(b.parameter(50)), b.copied(b.buffer(7))
+    x = b.one(b.input(4), other, size=4)
+    y = b.one(x, bias, size=4, save_outputs=(0,))
+    z = b.one(y, bias, size=4, save_outputs=(0,))
+    step = check_step(b.build(b.one(z, size=4)))
+    by_reference = msgspec_replace(step, storages=tuple(msgspec_replace(s, copied=False) for s in step.storages))
+    reads = tables_of(step).reads
+    late, early = reads[1].first, reads[0].first
+    assert early < late
+
+    def check(held: tuple[Tensor, ...], *windows: tuple[int, tuple[int, ...], Tensor], want: dict[range, int]) -> None:
+        schedule = Schedule(
+            held=tuple(t.storage for t in held),
+            windows=tuple(
+                Window(id=i, start=start, stop=start, ops=ops, retain=(t.storage,))
+                for i, (start, ops, t) in enumerate(windows)
+            ),
+        )
+        found, without = simulate(step, schedule), simulate(by_reference, schedule)
+        moments = range(len(step.ops))
+        assert (found.live_bytes - without.live_bytes).tolist() == [
+            sum(n for span, n in want.items() if t in span) for t in moments
+        ]
+        for start, *_ in windows:
+            inside = sum(n for span, n in want.items() if start in span)
+            assert found.replay_bytes[start] - without.replay_bytes[start] == inside
+
+    check((y, z), want={})
+    check((y,), (early, (2,), z), want={range(2, early + 1): 50})
+    check((x, z), (late, (1,), y), want={range(1, late + 1): 50})
+    check((x,), (early, (1, 2), z), (late, (1,), y), want={range(1, late + 1): 50})
+    check((y,), (early, (0, 1, 2), z), want={range(early + 1): 7, range(1, early + 1): 50})
+
+
+def test_a_leaf_is_copied_anew_when_the_windows_that_needed_it_are_over() -> None:
+    b = StepBuilder()
+    bias = b.copied(b.parameter(50))
+    saved = []
+    for last in (False, True):
+        x = b.one(b.input(4), size=4, save_outputs=(0,))
+        y = b.one(x, bias, size=4, save_outputs=(0,))
+        saved.append((x, y))
+        loss = b.one(y, size=4)
+        if not last:
+            b.backward(loss)
+    step = check_step(b.build(loss))
+    reads = [(read, step.values[save.value].storage) for save in step.saves for read in save.reads]
+    windows = []
+    for _, y in saved:
+        [read] = [r for r, s in reads if s == y.storage]
+        op = step.values[y.view].producer
+        windows.append(Window(id=len(windows), start=read.first, stop=read.last, ops=(op,), retain=(y.storage,)))
+    timeline = simulate(step, Schedule(windows=tuple(windows), held=tuple(x.storage for x, _ in saved)))
+    found = [(c.first, c.last) for c in timeline.charges if c.live.kind is LiveKind.COPY]
+    assert found == [(w.ops[0], w.start) for w in windows]
+    assert found[0][1] < found[1][0]
 
 
 def test_packed_and_offloaded_storages() -> None:

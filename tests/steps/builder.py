@@ -48,6 +48,7 @@ class _Storage:
     touched: int = NO_OP
     held: str = ""
     saved_until: int = NO_OP
+    copied: bool = False
 
 
 @dataclass
@@ -90,6 +91,11 @@ class StepBuilder:
 
     def buffer(self, nbytes: int, name: str = "buffer") -> Tensor:
         return self._leaf(nbytes, Category.BUFFER, name)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Replays read a copy of this leaf, which forward takes."""
+        self.storages[tensor.storage].copied = True
+        return tensor
 
     def input(self, nbytes: int) -> Tensor:
         return self._leaf(nbytes, Category.INPUT, "")
@@ -392,6 +398,7 @@ class StepBuilder:
                 versions=s.version + 1,
                 keep_reason=s.keep_reason,
                 holder="test" if s.held else "",
+                copied=s.copied,
             )
             for i, s in enumerate(self.storages)
         )

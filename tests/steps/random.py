@@ -20,7 +20,7 @@ def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
     Some have two micro-batches, some read their graph twice.
     """
     b = StepBuilder(grads=draw(st.sampled_from(["held", "fresh"])))
-    weights = [b.parameter(draw(_SIZES)) for _ in range(draw(st.integers(0, 2)))]
+    weights = [_leaf(draw, b, b.parameter(draw(_SIZES))) for _ in range(draw(st.integers(0, 2)))]
     passes = draw(st.sampled_from(["one"] * 4 + ["accumulated", "twice"]))
     if passes == "accumulated":
         b.backward(_forward(draw, b, weights, max_ops // 2))
@@ -32,9 +32,14 @@ def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
     return check_step(b.build(loss, optimizer=draw(st.booleans()), tail=draw(st.integers(0, 1))))
 
 
+def _leaf(draw: st.DrawFn, b: StepBuilder, leaf: Tensor) -> Tensor:
+    """A leaf, of which replays may read a copy."""
+    return b.copied(leaf) if draw(st.booleans()) else leaf
+
+
 def _forward(draw: st.DrawFn, b: StepBuilder, weights: list[Tensor], max_ops: int) -> Tensor:
     """A random forward pass; returns its loss."""
-    pool = [b.input(draw(_SIZES))]
+    pool = [_leaf(draw, b, b.input(draw(_SIZES)))]
     pool.append(b.one(pool[0], *weights[:1], size=draw(_SIZES), save=weights[:1]))
     for i in range(draw(st.integers(1, max_ops))):
         _extend(draw, b, weights, pool, {"seconds": float(draw(st.integers(0, 5))), "path": f"m.{i // 3}"})
@@ -54,7 +59,7 @@ def _extend(draw: st.DrawFn, b: StepBuilder, weights: list[Tensor], pool: list[T
         if not b.is_saved(x) and other.storage != x.storage:
             b.write(x, other, save_result=draw(st.booleans()), save=[other] if draw(st.booleans()) else [], **rest)
     elif kind == "norm":
-        mean = b.buffer(4)
+        mean = _leaf(draw, b, b.buffer(4))
         pool.append(b.batch_norm(x, mean, size=draw(_SIZES), reads_mean=draw(st.booleans()), **rest))
     elif kind == "hold":
         b.hold(x, draw(st.sampled_from(["end", "forward"])))

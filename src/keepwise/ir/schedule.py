@@ -11,6 +11,9 @@ Semantics, in four rules. They are what `simulate` checks and what `runtime` doe
    from forward means one of: a parameter, buffer or input, or any storage in `held`, at the version that it has just before
    `start`; a value in this window's `copies`. What is held only because a window reads it (it is in `held` but autograd does not
    save it, or reads it earlier) is charged from birth until the last moment at which a save or a window reads it.
+   Of a `Storage.copied` leaf forward takes one copy a version, just before the first op that reads it there and that some window
+   replays. It serves all windows that read that version, and is charged until the last of them starts; an op that reads the leaf
+   after that has it copied anew.
 3. A replayed storage listed in `retain` lives until its last read inside the window: a save read at a moment in
    `[start, stop]`, or an inner window that starts there. Every other replayed storage dies within the replay, at its last use.
    An op with `Op.overwrites` gives the memory of an argument of the same geometry that dies there to its result.

@@ -82,6 +82,9 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a smaller lossless form; 0 where none was seen."""
     pack_seconds: float = 0.0
     """Time to make that form and to expand it."""
+    copied: bool = False
+    """Whether replays read a copy that forward took: a small leaf that autograd does not save, which may legally be written before
+    backward is over."""
 
     @property
     def death(self) -> int:

@@ -65,6 +65,8 @@ def _storages(step: Step) -> Iterator[str]:
             yield f"storage {s.id} is born at unknown op {s.birth}"
         if not s.birth <= s.held_until <= max(last, NO_OP):
             yield f"storage {s.id} is born at {s.birth} but held until {s.held_until} (last op {last})"
+        if s.copied and s.birth != NO_OP:
+            yield f"storage {s.id} is said to be copied, but op {s.birth} makes it: only leaves are"
         if s.saved_until > last:
             yield f"storage {s.id} is saved until {s.saved_until}, after the last op {last}"
         if s.versions != 1 + writes[s.id]:

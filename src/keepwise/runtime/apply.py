@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from keepwise._errors import KeepwiseError, PlanMismatch
 from keepwise._units import show_bytes
 from keepwise._warn import warn
+from keepwise.runtime.allocated import highest_allocated
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import Program
 from keepwise.runtime.stats import StepStats
@@ -70,6 +71,8 @@ class Runner:
 
     def __init__(self, program: Program, *, restarts: bool, budget_bytes: int | None = None) -> None:
         self.program = program
+        self.device = torch.device("cpu")
+        """Device of the model that ran last."""
         self.restarts = restarts
         """Whether the recording begins with the model's forward (else with the user's whole step)."""
         self.budget_bytes = budget_bytes
@@ -91,11 +94,11 @@ class Runner:
         """Whether a forward that starts now should run under a guard."""
         return self.num_paused == 0 and (not self.program.drops_nothing or self.chooser is not None) and can_watch()
 
-    def begin(self, program: Program) -> StepStats:
+    def begin(self, program: Program, model: nn.Module | None) -> StepStats:
         """New statistics, for a forward pass or a `with plan:` that starts now."""
         self._trust()
         self.num_steps += 1
-        self.stats = StepStats()
+        self.stats = self._new_stats(model)
         self.stats.modes = foreign_modes()
         self.checked = program
         self.stats.auditing = (
@@ -106,6 +109,19 @@ class Runner:
         self.stats.collecting = self.collecting
         if self.collecting:
             self.seen.append(self.stats)
+        return self.stats
+
+    def _new_stats(self, model: nn.Module | None) -> StepStats:
+        modules = _with_parameters(model) if model is not None else ()
+        with torch._C.DisableTorchFunction():
+            self.device = next(
+                (p.device for m in modules for p in m._parameters.values() if p is not None), self.device
+            )
+        return StepStats(counted_before=highest_allocated(self.device))
+
+    def last_stats(self) -> StepStats:
+        """Statistics of the last step, with what the device has counted by now."""
+        self.stats.note_peak(highest_allocated(self.device), self.budget_bytes)
         return self.stats
 
     def _trust(self) -> None:
@@ -123,7 +139,7 @@ class Runner:
     def guard(self, model: nn.Module | None, program: Program | None = None) -> Iterator[Guard]:
         """Run a piece of a step under a guard."""
         program = program or self.program
-        guard = Guard(program, self.begin(program), namer_of(model))
+        guard = Guard(program, self.begin(program, model), namer_of(model))
         outer = getattr(self.local, "guard", None)
         self.local.guard = guard
         try:
@@ -171,7 +187,7 @@ class Runner:
         with torch._C.DisableTorchFunction():  # it looks at shapes, which no mode of the user's sees
             program, key, over = chooser.choose(args, kwargs)
         if program.drops_nothing and chooser.knows(key):
-            self.stats = StepStats()
+            self.stats = self._new_stats(model)
             return call(*args, **kwargs)
         with self.guard(model, program) as watching:
             result = call(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 Tensor = torch.Tensor
 
 SMALL_BYTES = 64 * 1024
-"""Captured tensors that may move (buffers) are copied up to this size."""
+"""Captured tensors that may legally be written before their replay are copied up to this size."""
 
 
 class Geometry:

@@ -53,9 +53,10 @@ from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
 from keepwise.runtime.holding import Namer, alias, version_of
+from keepwise.runtime.leaves import LeafCopies
 from keepwise.runtime.packing import pack
 from keepwise.runtime.packing import unpack as expand
-from keepwise.runtime.program import COPY, LEAF, LOCAL, OpEntry, Program, Use
+from keepwise.runtime.program import COPY, LEAF, LOCAL, SHARED, OpEntry, Program, Use
 from keepwise.runtime.recycler import Loans, Recycler
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.reuse import result_geometry
@@ -120,6 +121,7 @@ class Guard(Watch):
         self.recycler: Recycler | None = None
         """Memory of dead results (note 8)."""
         self.loans = Loans()
+        self.leaves = LeafCopies()
 
     def __enter__(self) -> Any:
         if not _get_current_dispatch_mode_stack():
@@ -143,6 +145,7 @@ class Guard(Watch):
         if self.recycler is not None:
             self.recycler.clear()
         self.loans = Loans(self.recycler)
+        self.leaves = LeafCopies()
         self.runs = [None] * len(self.runs)
         self.pending = {}
         self.counted = set()
@@ -268,6 +271,7 @@ class Guard(Watch):
     def _written(self, tensors: list[Tensor], captured: list[tuple[WindowRun, Call]] | None) -> None:
         """Note 4: tensors were written, in an op that these runs captured."""
         for t in tensors:
+            self.leaves.forget(storage_key(t))
             views = self.views_on(t)
             if not views:
                 continue
@@ -384,6 +388,8 @@ class Guard(Watch):
             if source is LEAF:
                 put.append(alias(t))
                 held.append(i)
+            elif source is SHARED:
+                put.append(self.leaves.of(t))
             elif source is COPY:
                 put.append(copy_whole(t))
             else:
@@ -414,12 +420,12 @@ class Guard(Watch):
     def _as_recorded(
         self, run: WindowRun, use: Use, entry: OpEntry, tensors: list[Tensor], views: list[int]
     ) -> list[Any] | None:
-        """Where a replay will find each argument: LEAF, COPY or a `Source`. None where the wiring is not the recorded one."""
+        """Where a replay will find each argument: LEAF, COPY, SHARED or a `Source`. None where the wiring is not the recorded one."""
         if len(tensors) != len(entry.ins):
             return None
         found: list[Any] = []
         for i, (t, view, expected, kind) in enumerate(zip(tensors, views, entry.ins, use.kinds, strict=True)):
-            if kind in (LEAF, COPY):
+            if kind in (LEAF, COPY, SHARED):
                 found.append(kind)
                 continue
             if view != expected:

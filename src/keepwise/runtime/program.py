@@ -3,7 +3,8 @@
 Ops are numbered here by their place among the forward-phase ops of the step, because the guard does not see the others.
 
 A leaf that autograd does not save may legally be written between forward and its replay (a buffer by the next forward pass, a
-bias by user code). Small ones are captured by copy, large ones by reference: written while we watch they are copied then.
+bias by user code). Small ones are captured by copy (`Storage.copied`, see `leaves`), large ones by reference: written while we watch
+they are copied then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 from keepwise.ir import NO_OP, Phase, Schedule, Spare, Step, Window
 from keepwise.runtime.calls import mutates, resolve, returns_view
 from keepwise.runtime.clean import is_random
-from keepwise.runtime.geometry import SMALL_BYTES
 from keepwise.runtime.reuse import out_form
 from keepwise.runtime.special import results_with_gaps
 
@@ -26,7 +26,9 @@ OUTER = 1
 LEAF = 2
 """It is captured by reference."""
 COPY = 3
-"""It is captured by copy: it will be written, or the replay writes it."""
+"""It is captured by a copy of its own: it will be written, or the replay writes it."""
+SHARED = 4
+"""It is a small leaf, captured by a copy that all replays share."""
 MAX_CHECKS = 8
 """Steps of a program that are audited because of views that are not proven: a step that differs may never drop some of them."""
 
@@ -37,7 +39,7 @@ class Use:
 
     window: int
     kinds: tuple[int, ...]
-    """LOCAL, OUTER, LEAF or COPY for each tensor argument."""
+    """LOCAL, OUTER, LEAF, COPY or SHARED for each tensor argument."""
     outer: tuple[int, ...]
     """Enclosing window that retains the argument (where OUTER), else -1."""
     copies: tuple[int, ...]
@@ -182,8 +184,10 @@ def compile_program(
                     if v.storage in retained[a]:
                         kind, source = OUTER, a
                         break
-            if kind == LEAF and (i in written or may_move[v.storage]):
+            if kind == LEAF and i in written:
                 kind = COPY
+            elif kind == LEAF and storages[v.storage].copied:
+                kind = SHARED
             if i in written and kind == OUTER:
                 fix.append(i)
             kinds.append(kind)
@@ -191,7 +195,6 @@ def compile_program(
         free = spare.replays[window][places[window][op_index]] if spare is not None else 0
         return Use(window=window, kinds=tuple(kinds), outer=tuple(outer), copies=tuple(fix), spare_bytes=free)
 
-    may_move = [s.birth == NO_OP and s.id not in step.saved_storages and s.nbytes <= SMALL_BYTES for s in storages]
     saved_at: dict[int, int] = {}
     for save in step.saves:
         saved_at.setdefault(values[save.value].storage, save.at)

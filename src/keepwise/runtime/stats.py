@@ -46,8 +46,14 @@ class StepStats:
     foreign_bytes: int = 0
     """Bytes of kept tensors that passed through the user's own saved-tensor hooks."""
     peak_bytes: int | None = None
-    """Peak of the device in bytes, where the device counts it."""
+    """On CUDA the most bytes that the allocator had given out at once, since its peak statistics were last reset and until
+    `plan.stats` was asked. Nothing of ours resets them: after `torch.cuda.reset_peak_memory_stats()` before a step it is that step's
+    peak, otherwise an upper bound of it. None on the CPU, whose allocator counts nothing: `keepwise.measure` runs a step and counts."""
+    counted_before: int | None = None
+    """The same when the step began."""
     over_budget: bool = False
+    """Whether the step is known to be over the budget: it was predicted from what the step saved and what it had to hold because
+    it differs, or CUDA's allocator counted a new peak above the budget during the step. False is no proof that it was within."""
     auditing: bool = False
     modes: frozenset[type] = frozenset()
     """The user's dispatch modes under which no step was seen before; such a step is audited."""
@@ -83,6 +89,15 @@ class StepStats:
     def deviations(self) -> int:
         """Saved tensors kept because the step differed from the recorded one."""
         return self.num_deviations
+
+    def note_peak(self, highest: int | None, budget_bytes: int | None) -> None:
+        """Take over what the device has counted up to now; nothing where it did not count when the step began."""
+        if highest is None or self.counted_before is None:
+            return
+        self.peak_bytes = highest
+        # An old peak says nothing about this step.
+        if budget_bytes is not None and highest > budget_bytes and highest != self.counted_before:
+            self.over_budget = True
 
     def add_replay(self, num_tensors: int, num_ops: int, seconds: float) -> None:
         """Count one replay."""

@@ -357,8 +357,11 @@ class Plan:
 
     @property
     def stats(self) -> StepStats:
-        """Counters of the last step."""
-        return self.runner.stats
+        """Counters of the last step: one forward pass of the model and its backward, or one `with plan:`.
+
+        What the device counts (`peak_bytes`) is read now: ask right after the step.
+        """
+        return self.runner.last_stats()
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, under `keepwise/`."""

@@ -11,6 +11,8 @@ Conventions (the rules of `ir.schedule`, made exact).
 
 5. With `Step.in_flight` micro-batches, what one forward leaves for its backward under the schedule (storages born before the first
    op of backward that live on, copies, generator states, packed forms) is charged `in_flight - 1` times more at every moment.
+6. A copy of a leaf that all windows share is there as long as one of them still needs it: from its op in forward, for each window,
+   through the window's `start`, and only once where those spans meet.
 
 Linear in ops, storages, saves and replayed ops, apart from sorting.
 """
@@ -175,6 +177,25 @@ class _Machine:
                     draws[i] = (w.id, w.start)
         for i, (window, start) in draws.items():
             self._add(LiveKind.RNG, i, self.step.ops[i].rng_bytes, LiveKind.RNG, window, i, start)
+        self._charge_shared()
+
+    def _charge_shared(self) -> None:
+        """Copies of leaves that all windows share (convention 6)."""
+        spans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        for replay in self.replays:
+            w = replay.window
+            for key, (first, value) in replay.shared.items():
+                spans.setdefault(key, []).append((first, w.start, w.id, value))
+        for (s, _), found in spans.items():
+            joined: list[tuple[int, int, int, int]] = []
+            for first, last, window, value in sorted(found):
+                if joined and first <= joined[-1][1]:
+                    begin, end, latest, named = joined[-1]
+                    joined[-1] = (begin, last, window, named) if last > end else (begin, end, latest, named)
+                else:
+                    joined.append((first, last, window, value))
+            for first, last, window, value in joined:
+                self._add(LiveKind.COPY, value, self.index.charge[s], LiveKind.COPY, window, first, last)
 
     def _charge_packed(self) -> None:
         for kind, storages in (("packed", self.schedule.packed), ("offloaded", self.schedule.offloaded)):

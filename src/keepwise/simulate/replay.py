@@ -4,8 +4,8 @@ Notes.
 1. A replay works on private buffers. A buffer is born by its storage's birth op, or is a copy taken in forward; it carries the
    version that it has reached and the tensor objects that were made over it.
 2. A value is looked for, in this order: on a buffer of this replay; on what an enclosing window retains; on what is held from
-   forward; among the copies. What is held or retained is shared, so it is read at the version that it shows by then, and never
-   written.
+   forward, or what forward copies of it for all windows; among the window's own copies. What is held, retained or copied for all is
+   shared, so it is read at the version that it shows by then, and never written.
 3. Whatever holds a whole storage (held, retained by an enclosing window, copied) serves every tensor object over it. A buffer of
    this replay serves the objects that the replayed ops returned, and those that came from no recorded op.
 """
@@ -51,6 +51,8 @@ class Replay:
     """Copied value -> forward op that reads it first: the moment from which it is charged."""
     captured: set[int] = field(default_factory=set)
     """Storages read by reference from forward."""
+    shared: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(storage, version) of a leaf that forward copies for all windows -> forward op that reads it first, and the value it reads."""
     overwritten: list[tuple[int, list[Buffer]]] = field(default_factory=list)
     """(position, buffers over one of which its result may be written) of ops that can."""
     borrowed: set[tuple[int, int]] = field(default_factory=set)
@@ -170,7 +172,10 @@ class _Run:
             self.replay.borrowed.add((around, s))
             return None
         if settled and (self.index.is_leaf[s] or s in self.replayer.held):
-            self.replay.captured.add(s)
+            if self.step.storages[s].copied:
+                self.replay.shared.setdefault((s, v.version), (i, value))
+            else:
+                self.replay.captured.add(s)
             return None
         copy = self.copies.get((s, v.version))
         if copy is None:

@@ -50,7 +50,7 @@ class Live:
     category: str
     """Category of the storage; for what is no storage, the kind."""
     window: int = NO_WINDOW
-    """Window that retains, makes or copies it."""
+    """Window that retains, makes or copies it; of a copy that several share the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 
 from keepwise.ir import NO_OP, Category, Op, Phase, Read, Save, Step, Storage
 from keepwise.ir.settle import settle_saves
+from keepwise.runtime.geometry import SMALL_BYTES
 
 if TYPE_CHECKING:
     from keepwise.trace.drafts import OpDraft, SaveDraft, Visit
@@ -181,6 +182,7 @@ def _origin(saves: list[SaveDraft], op: OpDraft) -> tuple[str, str]:
 
 def _storages(recorder: Recorder) -> tuple[Storage, ...]:
     done: list[Storage] = []
+    saved = {recorder.table.values[draft.value].storage for draft in recorder.saved.saves}
     for draft in recorder.table.storages:
         assert draft.held_until is not None
         done.append(
@@ -198,6 +200,7 @@ def _storages(recorder: Recorder) -> tuple[Storage, ...]:
                 keep_reason="" if draft.category.is_static else draft.keep_reason,
                 packed_bytes=draft.packed[0] if draft.packed else 0,
                 pack_seconds=draft.packed[1] if draft.packed else 0.0,
+                copied=draft.birth == NO_OP and draft.id not in saved and draft.nbytes <= SMALL_BYTES,
             )
         )
     return tuple(done)

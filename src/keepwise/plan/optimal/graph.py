@@ -50,6 +50,8 @@ class Graph:
         passes: forward ops of each forward pass that has something to drop.
         base: bytes at each moment that no plan changes: everything but droppable storages after their `held_until`; with workspace.
         between: bytes of the same just before each moment.
+        leaves: forward op -> leaves of which its replays read a copy that all windows share.
+        leaf_readers: the same by leaf.
     """
 
     def __init__(self, step: Step) -> None:
@@ -87,6 +89,11 @@ class Graph:
         self.base, self.between = self._base(frozenset())
         self.passes = _passes(self)
         self._latest = self._latest_replays()
+        self.leaves = _leaves(self)
+        self.leaf_readers: dict[int, set[int]] = {}
+        for op, leaves in self.leaves.items():
+            for s in leaves:
+                self.leaf_readers.setdefault(s, set()).add(op)
 
     def hold(self, storages: frozenset[int]) -> None:
         """Charge droppable storages that every plan holds in the base."""
@@ -243,6 +250,22 @@ class Graph:
     def copied_bytes(self, ops: Collection[int]) -> int:
         """Bytes of the copies of leaves that forward makes for a replay of `ops`."""
         return sum(self.nbytes[self.step.values[v].storage] for v in self.copies(ops))
+
+
+def _leaves(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """Leaves that forward copies once for all windows, by op; not where the step writes them before: `copies` are of one window."""
+    step = graph.step
+    found: dict[int, tuple[int, ...]] = {}
+    for forward in graph.passes:
+        for op in forward:
+            leaves = {
+                s
+                for v in step.ops[op].inputs
+                if step.storages[s := step.values[v].storage].copied and graph.nbytes[s] and graph.settled(v, op)
+            }
+            if leaves:
+                found[op] = tuple(sorted(leaves))
+    return found
 
 
 def _passes(graph: Graph) -> tuple[tuple[int, ...], ...]:

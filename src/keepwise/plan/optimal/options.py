@@ -87,6 +87,7 @@ class StageProblem:
         level: smallest base in the stage's backward, in bytes.
         gap_bytes: highest base above the level between its backward and that of the stage before, with shared inputs.
         forward_level: smallest base in the stage's forward.
+        leaves: op -> leaves of which its replays, and those of no other stage, read the copy that forward takes.
     """
 
     def __init__(self, graph: Graph, stage: Stage, always_held: frozenset[int] = frozenset()) -> None:
@@ -109,6 +110,7 @@ class StageProblem:
         self.forward_level = int(graph.base[front].min())
         self.front = graph.base[front] - self.forward_level
         self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage, always_held)
+        self.leaves = _leaves_here(graph, stage)
         self.reads_of = {s: [(n.first, n.last) for n in stage.nodes if s in n.storages] for s in self.storages}
 
     def last_need(self, storage: int) -> int:
@@ -243,11 +245,15 @@ class StageProblem:
             draft.parent = around[-1] if around else -1
 
     def _reserved(self, drafts: Sequence[_Draft]) -> list[tuple[int, int]]:
-        """(last moment, bytes) of what forward sets aside: copies for each window, what an op drew until its last replay."""
+        """(last moment, bytes) of what forward sets aside: copies for each window or for all, what an op drew until its last replay."""
         graph = self.graph
         last = {o: draft.start for draft in drafts for o in draft.ops if graph.drawn_bytes(o)}
         found = [(draft.start, graph.copied_bytes(draft.ops)) for draft in drafts]
-        return found + [(start, graph.drawn_bytes(o)) for o, start in last.items()]
+        found += [(start, graph.drawn_bytes(o)) for o, start in last.items()]
+        if self.leaves:
+            needed = {s: d.start for d in drafts for o in d.ops for s in self.leaves.get(o, ())}
+            found += [(start, graph.nbytes[s]) for s, start in needed.items()]
+        return found
 
     def _priced(self, choice: Choice, drafts: list[_Draft], needed: dict[int, int]) -> Option:
         graph, stage, held = self.graph, self.stage, choice.held
@@ -307,6 +313,13 @@ class StageProblem:
             begin = step.storages[s].held_until + 1
             front[max(begin - origin, 0) :] += self.cost(s)
         return int(front.max())
+
+
+def _leaves_here(graph: Graph, stage: Stage) -> dict[int, tuple[int, ...]]:
+    """Op -> leaves of which its replays read a shared copy; without those that other stages read too: no byte may count twice."""
+    here = set(stage.ops)
+    leaves = {op: tuple(s for s in graph.leaves.get(op, ()) if graph.leaf_readers[s] <= here) for op in stage.ops}
+    return {op: found for op, found in leaves.items() if found}
 
 
 def _held_elsewhere(graph: Graph, stage: Stage, always_held: frozenset[int]) -> frozenset[int]:

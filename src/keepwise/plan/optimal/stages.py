@@ -229,6 +229,9 @@ def _key(
             for n in graph.needs(op)
         )
         made = tuple((name(s), graph.nbytes[s], s in graph.droppable) for s in graph.made_by[op])
+        shared = tuple(
+            (name(s), graph.nbytes[s], inside.issuperset(graph.leaf_readers[s])) for s in graph.leaves.get(op, ())
+        )
         wiring.append(
             (
                 o.signature or o.target,
@@ -236,6 +239,7 @@ def _key(
                 o.workspace_bytes,
                 o.replayable,
                 needs,
+                shared,
                 made,
                 tuple(name(s) for s in o.writes),
             )

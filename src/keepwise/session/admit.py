@@ -12,11 +12,11 @@ from torch import nn
 
 from keepwise._errors import MismatchError
 from keepwise.proof.proof import Observation, observe
-from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach
 from keepwise.session.batch import Batch
 from keepwise.session.plan import Plan
 from keepwise.trace import Traced
+from keepwise.trace.saved_state import SavedState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from torch import nn
 
 from keepwise._errors import UsageError
 from keepwise.proof.proof import Proof, prove
-from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach, runner_of
 from keepwise.session.batch import Loss, as_batch, loss_of, make_optimizer
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.plan import Plan
 from keepwise.session.steppers import Steppers
+from keepwise.trace.saved_state import SavedState
 
 
 def verify(

@@ -14,7 +14,9 @@ from keepwise._errors import MismatchError
 from keepwise.proof.proof import Observation, observe
 from keepwise.runtime.apply import attach, detach
 from keepwise.session.batch import Batch
+from keepwise.session.device import free_bytes
 from keepwise.session.plan import Plan
+from keepwise.simulate import Timeline
 from keepwise.trace import Traced
 from keepwise.trace.saved_state import SavedState
 
@@ -122,6 +124,11 @@ def prove_plan(
         runner.audit_every, runner.num_steps, runner.collecting = 0, 0, False
         runner.reset()
         state.restore()
+
+
+def plain_fits(plain: Timeline, device: torch.device) -> bool:
+    """Whether there is room for a plain step now, with a margin for what is not predicted."""
+    return plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device)
 
 
 def run_plain(

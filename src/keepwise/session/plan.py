@@ -26,6 +26,7 @@ from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute,
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.ladder import Ladder
+from keepwise.session.overheads import Overheads
 from keepwise.session.pins import matches
 from keepwise.session.replan import replan
 from keepwise.session.sizes import structure
@@ -102,7 +103,7 @@ class Plan:
     @property
     def added_seconds(self) -> float:
         """Predicted seconds that the plan adds to a step: `replay_seconds` + `overhead_seconds` - `saved_seconds`, at least 0."""
-        return max(self.replay_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
+        return self._overheads.added(self.replay_seconds)
 
     @property
     def replay_seconds(self) -> float:
@@ -131,7 +132,11 @@ class Plan:
     @property
     def bound_seconds(self) -> float:
         """Dual bound on `replay_seconds` within the family of windows that was searched, put in its place in `added_seconds`."""
-        return max(self.document.bound_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
+        return self._overheads.added(self.document.bound_seconds)
+
+    @property
+    def _overheads(self) -> Overheads:
+        return Overheads(saved_seconds=self.saved_seconds, overhead_seconds=self.overhead_seconds)
 
     @property
     def gap(self) -> float:

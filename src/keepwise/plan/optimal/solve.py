@@ -272,6 +272,7 @@ def _result(bench: Workbench, budget_bytes: int, tolerance: float, began: float,
         why = f"{why_optimal(budget_bytes, floor.peak_bytes, plain)}; {status.name.lower()}: gap {gap:.2%} to the bound{found_by}"
     schedule = msgspec.structs.replace(shown.schedule, planner=name, why=why)
     return OptimalResult(
+        step=step,
         schedule=schedule,
         status=status,
         budget_bytes=budget_bytes,

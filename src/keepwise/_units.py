@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Numbers of bytes as people write and read them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,16 @@ def parse_bytes(text: str | float) -> int:
     """Number of bytes in "80GiB", "512 MiB", "1.5e9", "24 GB"; "GiB" is 2**30, "GB" is 10**9.
 
     Raises:
-        UsageError: when `text` is no size, or not positive.
+        UsageError: when `text` is no size, is below one byte, or is infinite.
     """
-    if isinstance(text, (int, float)):
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
         value = float(text)
     else:
-        match = re.fullmatch(
-            NUMBER + r"\s*([kmgt]?)(i?)b?", text.strip().replace("_", "").replace(",", ""), re.IGNORECASE
-        )
+        compact = text.strip().replace("_", "").replace(",", "") if isinstance(text, str) else ""
+        match = re.fullmatch(NUMBER + r"\s*(?:([kmgt])(i?))?b?", compact, re.IGNORECASE)
         if match is None:
             raise UsageError(f"{text!r} is no size in bytes; write for example 80GiB, 512MiB or 1.5e9")
-        scale = (_BINARY if match[3] else _DECIMAL)[match[2].lower()]
-        value = float(match[1]) * scale
-    if value <= 0:
-        raise UsageError(f"a size must be above 0 bytes, not {text!r}")
-    return round(value)
+        value = float(match[1]) * (_BINARY if match[3] else _DECIMAL)[(match[2] or "").lower()]
+    if not 1 <= value < float("inf"):
+        raise UsageError(f"a size must be a finite number of bytes above 0, not {text!r}")
+    return int(value)

@@ -66,14 +66,11 @@ def test_writes_files_once_unless_forced(keepwise, target, tmp_path):
     assert "no folder" in keepwise.fails(*args, "--save", tmp_path / "none" / "plan.json", code=2)
 
 
-@pytest.mark.parametrize(
-    ("budget", "says"),
-    [("12 parsecs", "no size"), ("0", "must be positive"), ("0x", "must be positive"), ("12 furlongs", "no size")],
-)
-def test_a_budget_that_is_none(keepwise, target, budget, says):
+@pytest.mark.parametrize("budget", ["12 parsecs", "0", "0x", "1e999"])
+def test_a_budget_that_is_none(keepwise, target, budget):
     line = keepwise.fails("fit", target("make"), "--budget", budget, code=2)
     assert "0.6x" in line  # what would be one
-    assert says in line or "unknown unit" in line
+    assert "no number of bytes" in line
 
 
 def test_a_budget_below_the_floor_names_the_floor_and_that_one_fits(keepwise, target):

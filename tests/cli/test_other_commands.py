@@ -93,7 +93,7 @@ def test_bench_says_what_does_not_run(keepwise, target):
     assert result.exit_code == 1
     assert "does not fit" in result.stdout
     assert "sac2" in keepwise.fails("bench", target("make"), "--against", "some", code=2)
-    assert "no size" in keepwise.fails("bench", target("make"), "--budget", "some", code=2)
+    assert "no number of bytes" in keepwise.fails("bench", target("make"), "--budget", "some", code=2)
 
 
 def test_frontier(keepwise, target, tmp_path):

@@ -1,4 +1,4 @@
-"""`auto` says what it would do, and does it."""
+"""`auto` does what its name says, and says which it was."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from keepwise.simulate import simulate
 from tests.steps import gpt_like
 
 
-def test_each_choice_is_what_is_done() -> None:
+def test_each_choice_is_named_with_its_numbers() -> None:
     step = gpt_like(3)
     plain, floor = simulate(step).peak_bytes, plan_floor(step).floor_bytes
-    auto = AutoPlanner()
+    auto = get_planner("auto")
+    assert isinstance(auto, AutoPlanner)
     for budget, planner in (
         (None, "none"),
         (plain, "none"),
@@ -20,24 +21,12 @@ def test_each_choice_is_what_is_done() -> None:
         (floor, "optimal"),
         (floor - 1, "floor"),
     ):
-        choice = auto.choose(step, budget)
-        assert choice.planner == planner
         schedule = auto.plan(step, budget)
-        assert choice.why in schedule.why
         assert schedule.planner == planner
+        assert bool(schedule.windows) == (planner != "none")
         timeline = simulate(step, schedule)
         if planner == "floor":
             assert timeline.peak_bytes == floor
         elif budget is not None:
             assert timeline.peak_bytes <= budget
-            assert f"{budget:,}" in choice.why
-
-
-def test_auto_has_a_name() -> None:
-    step = gpt_like(3)
-    plain, floor = simulate(step).peak_bytes, plan_floor(step).floor_bytes
-    auto = get_planner("auto")
-    assert isinstance(auto, AutoPlanner)
-    schedule = auto.plan(step, (plain + floor) // 2)
-    assert schedule == AutoPlanner().plan(step, (plain + floor) // 2)
-    assert schedule.windows
+        assert budget is None or f"{budget:,}" in schedule.why

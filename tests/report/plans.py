@@ -55,6 +55,9 @@ class Made:
     def summary(self) -> str:
         return f"{self.plain_peak_bytes} -> {self.peak_bytes}"
 
+    def time_in_words(self) -> str:
+        return "replays only" if self.schedule.windows else ""
+
 
 def made(step: Step, planner: str = "full", **more) -> Made:
     schedule = get_planner(planner).plan(step, None)

@@ -144,6 +144,15 @@ def test_the_terminal_shows_all_parts() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_both_say_what_the_predicted_time_is_made_of() -> None:
+    for planner, said in (("full", True), ("none", False)):
+        found = report(planner=planner)
+        console = Console(file=io.StringIO(), width=110)
+        print_report(found, console)
+        assert ("Predicted time: replays only." in console.file.getvalue()) is said
+        assert ("Predicted time: replays only." in render_html(found)) is said
+
+
 def test_a_narrow_terminal_has_one_line_a_group() -> None:
     out = io.StringIO()
     shown = report()

@@ -25,6 +25,8 @@ def parse(budget: object) -> int | None:
         ("0.5gib", 2**29),
         ("3 KiB", 3072),
         ("2GB", 2 * 10**9),
+        ("2g", 2 * 10**9),
+        ("1_500 KB", 1_500_000),
         ("7b", 7),
         ("80%", 400),
         ("0.6x", 600),
@@ -41,7 +43,26 @@ def test_every_form(budget: object, expected: int | None) -> None:
 
 @pytest.mark.parametrize(
     "budget",
-    ["", "lots", "20 bananas", "GiB", "-5", "0", 0, -1, "0x", "0%", None, True, [1], float("inf"), float("nan")],
+    [
+        "",
+        "lots",
+        "20 bananas",
+        "GiB",
+        "-5",
+        "0",
+        0,
+        -1,
+        "0x",
+        "0%",
+        "0.5",
+        "1e999",
+        "7i",
+        None,
+        True,
+        [1],
+        float("inf"),
+        float("nan"),
+    ],
 )
 def test_what_is_no_budget_gives_one_line_that_says_what_is(budget: object) -> None:
     with pytest.raises(UsageError) as caught:

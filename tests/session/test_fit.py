@@ -128,7 +128,7 @@ def test_fresh_gradients_are_not_charged_in_forward() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"budget": "lots"}, "no size"),
+        ({"budget": "lots"}, "no number of bytes"),
         ({"budget": 0}, "positive"),
         ({"grads": "sometimes"}, "grads"),
         ({"on_infeasible": "shrug"}, "on_infeasible"),

@@ -9,6 +9,8 @@ import pytest
 
 import keepwise
 from keepwise._errors import UsageError
+from keepwise.ir import Phase
+from keepwise.session import overheads
 from keepwise.session.decisions import Keep, Recompute
 from tests.session.models import loss, stack
 
@@ -24,12 +26,12 @@ def test_less_budget_never_has_a_higher_peak_or_takes_less_time(curve: keepwise.
     for less, more in itertools.pairwise(curve.points):
         assert less.budget_bytes <= more.budget_bytes
         assert less.peak_bytes <= more.peak_bytes <= more.budget_bytes
-        assert less.added_seconds >= more.added_seconds
-        assert less.bound_seconds >= more.bound_seconds
+        assert less.replay_seconds >= more.replay_seconds
         assert less.bound_seconds <= less.added_seconds
     assert curve.points[-1].added_seconds == 0
     assert curve.points[-1].peak_bytes == curve.plain_peak_bytes
-    assert curve.points[0].added_seconds > 0
+    assert curve.points[-1].replay_seconds == 0
+    assert curve.points[0].replay_seconds > 0
 
 
 def test_the_knee_is_below_the_straight_line(curve: keepwise.Frontier) -> None:
@@ -46,13 +48,24 @@ def test_micro_batches_in_flight_count_at_every_budget(curve: keepwise.Frontier)
     assert several.plain_peak_bytes > curve.plain_peak_bytes
     for less, more in itertools.pairwise(several.points):
         assert less.peak_bytes <= more.peak_bytes <= more.budget_bytes
-        assert less.added_seconds >= more.added_seconds
+        assert less.replay_seconds >= more.replay_seconds
     # What `fit` promises for the same number at a budget of the curve is the same plan's peak or a lower one.
     middle = several.points[2]
     plan = keepwise.fit(model, x, loss=loss, budget=middle.budget_bytes, in_flight=3, verify=False)
     assert plan.peak_bytes <= middle.budget_bytes
     with pytest.raises(UsageError, match="in_flight must be a positive number"):
         keepwise.frontier(model, x, loss=loss, in_flight=0)
+
+
+def test_a_budget_costs_what_fit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overheads, "memory_seconds", lambda nbytes: overheads.MemorySeconds(0.0, 0.0))
+    monkeypatch.setattr(overheads, "watching_seconds", lambda: 1e-5)
+    model, x = stack(depth=5)
+    point = keepwise.frontier(model, x, loss=loss, points=3).points[1]
+    plan = keepwise.fit(model, x, loss=loss, budget=point.budget_bytes, verify=False)
+    watching = 1e-5 * sum(op.phase is Phase.FORWARD for op in plan.step.ops)
+    assert point.added_seconds - point.replay_seconds == pytest.approx(watching)
+    assert plan.added_seconds - plan.replay_seconds == pytest.approx(watching)
 
 
 def test_masks_may_be_expanded_from_their_bits_as_in_fit() -> None:

@@ -66,7 +66,7 @@ def test_budgets_that_cannot_be() -> None:
     assert caught.value.floor_bytes > first.static_bytes
     floor = first.replan(first.static_bytes, on_infeasible="floor")
     assert floor.status is keepwise.Status.INFEASIBLE
-    with pytest.raises(UsageError, match="no size"):
+    with pytest.raises(UsageError, match="no number of bytes"):
         first.replan("some")
     with pytest.raises(UsageError, match="on_infeasible"):
         first.replan("0.8x", on_infeasible="maybe")

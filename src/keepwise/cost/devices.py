@@ -46,6 +46,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Share of the matrix rates that products reach."""
     stream_share: float = 0.8
     """Share of the memory bandwidth that elementwise kernels reach."""
+    is_host: bool = False
+    """Whether its memory is the host's, of which nothing is set aside for a context or libraries."""
 
     def __post_init__(self) -> None:
         for field in _POSITIVE:
@@ -57,8 +59,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes for tensors: less max(1 GiB, 5 %) for context, libraries and fragmentation, as `budget="auto"` takes off."""
-        if self.name == "CPU":
+        """Bytes for tensors: on an accelerator less max(1 GiB, 5 %) for context, libraries and fragmentation, as `budget="auto"`."""
+        if self.is_host:
             return self.memory_bytes
         return self.memory_bytes - max(_GIB, self.memory_bytes // 20)
 
@@ -119,7 +121,7 @@ DEVICES: dict[str, DeviceProfile] = {
     "b200": _gpu("B200 179 GiB", 179, 2250, 1125, 8000, 900, 55),
     "mi300x": _gpu("MI300X 191 GiB", 191, 1307, 653, 5300, 448, 55),
     "tpu-v5p": _gpu("TPU v5p 95 GiB", 95, 459, 115, 2765, 300, 25),
-    "cpu": _gpu("CPU", 64, 1, 1, 50, 10, 50),
+    "cpu": replace(_gpu("CPU", 64, 1, 1, 50, 10, 50), is_host=True),
 }
 """Known devices by key."""
 

@@ -127,7 +127,7 @@ def _name(numbers: tuple[int, ...], setup: Setup) -> str:
 
 def fits(peak_bytes: int) -> tuple[Fit, ...]:
     """Whether a peak fits on each known accelerator, from small to large."""
-    chosen = sorted((d for d in DEVICES.values() if d.name != "CPU"), key=lambda d: (d.memory_bytes, d.name))
+    chosen = sorted((d for d in DEVICES.values() if not d.is_host), key=lambda d: (d.memory_bytes, d.name))
     return tuple(
         Fit(
             device=d.name,

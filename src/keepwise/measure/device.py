@@ -53,6 +53,7 @@ def measure_device(device: torch.device | str = "cpu") -> DeviceProfile:
     return DeviceProfile(
         name=name,
         memory_bytes=memory,
+        is_host=not on_gpu,
         half_flops=half,
         single_flops=single,
         memory_bandwidth=stream,

@@ -180,12 +180,11 @@ def prove(
         restore()
     repeatable = not repeat_difference
     difference = replay_difference or (repeat_difference if not repeatable else _first(first, third))
-    present = {key.partition("/")[0] for o in first for key in o.items}
     return Proof(
         identical=None if not repeatable else not difference,
         recomputed_identical=not replay_difference,
         repeatable=repeatable,
-        compared=tuple(c for c in COMPARED if c in present),
+        compared=_compared(first),
         first_difference=difference,
         num_steps=num_steps,
         num_compared=sum(len(o.items) for o in third),
@@ -207,18 +206,22 @@ def proof_of_one(
         num_replays: replayed tensors that were compared.
     """
     difference = plain.difference(planned) if repeats else repeat_difference
-    present = {key.partition("/")[0] for key in plain.items}
     return Proof(
         identical=not difference if repeats else None,
         recomputed_identical=True,
         repeatable=repeats,
-        compared=tuple(c for c in COMPARED if c in present),
+        compared=_compared([plain]),
         first_difference=difference,
         num_steps=1,
         num_compared=len(planned.items),
         num_replays_compared=num_replays,
         digests=(planned.digest(),),
     )
+
+
+def _compared(plain: list[Observation]) -> tuple[str, ...]:
+    present = {key.partition("/")[0] for o in plain for key in o.items}
+    return tuple(c for c in COMPARED if c in present)
 
 
 def _series(

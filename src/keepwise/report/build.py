@@ -50,6 +50,7 @@ def build_report(
         static_bytes=plan.static_bytes,
         step_seconds=plan.step_seconds,
         added_seconds=plan.added_seconds,
+        time_text=plan.time_in_words(),
         replay_seconds=plan.replay_seconds,
         bound_seconds=plan.bound_seconds,
         gap=plan.gap,

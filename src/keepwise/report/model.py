@@ -138,7 +138,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: int
     step_seconds: float
     added_seconds: float
-    """What the plan adds to a step: its replays, less what using memory again saves."""
+    """What the plan adds to a step, predicted."""
+    time_text: str
+    """What that is made of, in shares of a step; empty where nothing is replayed."""
     replay_seconds: float
     bound_seconds: float
     gap: float

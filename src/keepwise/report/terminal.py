@@ -47,6 +47,8 @@ def print_headline(report: Report, console: Console) -> None:
     console.print()
     console.print(Text(report.headline, style="bold green" if report.status != "INFEASIBLE" else "bold red"))
     console.print(Text(report.status_text))
+    if report.time_text:
+        console.print(Text(f"Predicted time: {report.time_text}.", style="dim"))
 
 
 def print_groups(report: Report, console: Console) -> None:

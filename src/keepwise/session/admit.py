@@ -12,11 +12,13 @@ from torch import nn
 
 from keepwise._errors import MismatchError
 from keepwise.proof.proof import Observation, observe
-from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach
 from keepwise.session.batch import Batch
+from keepwise.session.device import free_bytes
 from keepwise.session.plan import Plan
+from keepwise.simulate import Timeline
 from keepwise.trace import Traced
+from keepwise.trace.saved_state import SavedState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,11 @@ def prove_plan(
         runner.audit_every, runner.num_steps, runner.collecting = 0, 0, False
         runner.reset()
         state.restore()
+
+
+def plain_fits(plain: Timeline, device: torch.device) -> bool:
+    """Whether there is room for a plain step now, with a margin for what is not predicted."""
+    return plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(device)
 
 
 def run_plain(

@@ -24,13 +24,14 @@ from keepwise.session.admit import (
     generators_of,
     not_repeatable,
     observe_step,
+    plain_fits,
     prove_plan,
     run_plain,
     traced_observation,
 )
 from keepwise.session.batch import Batch, Loss, whole_step
 from keepwise.session.budget import is_word, parse_budget
-from keepwise.session.device import auto_budget, device_bytes, free_bytes
+from keepwise.session.device import auto_budget, device_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
@@ -115,7 +116,7 @@ class Fitting:
         plain = simulate(recorded)
         self.expected: Observation = traced_observation(traced)
         self.generators = generators_of(traced)
-        self.plain_fits = self.ranks.agree(plain.peak_bytes - plain.static_bytes < 0.8 * free_bytes(self.device))
+        self.plain_fits = self.ranks.agree(plain_fits(plain, self.device))
         if self.verify and self.plain_fits:
             recorded = self._time_plain(recorded)
         recorded, note = self.ranks.with_first_prices(recorded)

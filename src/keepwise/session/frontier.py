@@ -11,21 +11,30 @@ from torch import nn
 
 from keepwise._errors import UsageError
 from keepwise.ir.packing import with_packing
+from keepwise.plan.optimal import OptimalResult
 from keepwise.plan.optimal import frontier as solve_frontier
+from keepwise.session.admit import generators_of, plain_fits, run_plain
 from keepwise.session.batch import Loss, as_batch, check_devices, check_in_flight, make_optimizer, whole_step
+from keepwise.session.overheads import MemorySeconds, memory_price_of, overheads_of
 from keepwise.session.step_facts import only_inside_forward
+from keepwise.session.steppers import Steppers
 from keepwise.simulate import simulate
 from keepwise.trace import trace_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The best plan for one budget."""
+    """The best plan for one budget: what `fit` predicts for it before a step of it was run."""
 
     budget_bytes: int
     peak_bytes: int
+    """Predicted peak of the step."""
+    replay_seconds: float
+    """Predicted seconds of all replays; never less for a smaller budget."""
     added_seconds: float
+    """Predicted seconds that the plan adds to a step, as `Plan.added_seconds`."""
     bound_seconds: float
+    """As `Plan.bound_seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,27 +104,38 @@ def frontier(
     run = step if step is not None else whole_step(model, batch, loss, optimizer)
     if progress:
         progress("recording two steps")
-    traced = trace_steps(
-        run, model=model, inputs=(batch.args, batch.kwargs), optimizer=optimizer, grads=grads, device=device
-    )
-    recorded = traced.recording.step
-    if step is None:
-        recorded = only_inside_forward(recorded, traced.recording.inside)
+    with Steppers(model, optimizer):
+        traced = trace_steps(
+            run, model=model, inputs=(batch.args, batch.kwargs), optimizer=optimizer, grads=grads, device=device
+        )
+        recorded = traced.recording.step
+        if step is None:
+            recorded = only_inside_forward(recorded, traced.recording.inside)
+        plain = simulate(recorded)
+        if plain_fits(plain, device):
+            if progress:
+                progress("timing a plain step")
+            seconds, _ = run_plain(model, run, batch, generators_of(traced), optimizer)
+            recorded = msgspec.structs.replace(recorded, seconds=seconds)
     recorded = msgspec.structs.replace(recorded, in_flight=in_flight)
     if progress:
         progress(f"solving for {points} budgets")
     packed = with_packing(recorded)
     found = solve_frontier(recorded, points, also=() if packed is recorded else (packed,))
+    memory = memory_price_of(recorded)
     return Frontier(
-        points=tuple(
-            Point(
-                budget_bytes=r.budget_bytes,
-                peak_bytes=r.peak_bytes,
-                added_seconds=r.added_seconds,
-                bound_seconds=min(r.bound_seconds, r.added_seconds),
-            )
-            for r in sorted(found, key=lambda r: r.budget_bytes)
-        ),
+        points=tuple(_point(r, memory) for r in found),
         plain_peak_bytes=simulate(recorded).peak_bytes,
         step_seconds=recorded.seconds,
+    )
+
+
+def _point(found: OptimalResult, memory: MemorySeconds) -> Point:
+    overheads = overheads_of(simulate(found.step, found.schedule), memory)
+    return Point(
+        budget_bytes=found.budget_bytes,
+        peak_bytes=found.peak_bytes,
+        replay_seconds=found.added_seconds,
+        added_seconds=overheads.added(found.added_seconds),
+        bound_seconds=overheads.added(min(found.bound_seconds, found.added_seconds)),
     )

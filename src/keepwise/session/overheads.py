@@ -59,13 +59,22 @@ class Overheads(NamedTuple):
     overhead_seconds: float = 0.0
     """Lost, to memory that is given back twice, the guard and the hooks (notes 2 and 3), before a replay was seen."""
 
+    def added(self, replay_seconds: float) -> float:
+        """Seconds that a plan with these replays adds to a step; it is not believed to take less than the plain one."""
+        return max(replay_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
 
-def overheads_of(timeline: Timeline) -> Overheads:
-    """Predict them; nothing where no plan drops anything, or where a device works for itself."""
+
+def overheads_of(timeline: Timeline, memory: MemorySeconds | None = None) -> Overheads:
+    """Predict them; nothing where no plan drops anything, or where a device works for itself.
+
+    Args:
+        timeline: the simulated plan.
+        memory: what new memory costs (`memory_price_of`); None: it is measured now.
+    """
     step, schedule = timeline.step, timeline.schedule
     if schedule is None or not schedule.windows or torch.device(step.device).type != "cpu":
         return Overheads()
-    memory = memory_seconds(_typical_bytes(step))
+    memory = memory if memory is not None else memory_price_of(step)
     used_again = recycled_bytes(timeline, spare_of(timeline), _writes_into)
     sizes = [step.storages[s].nbytes for w in schedule.windows for s in w.retain]
     returned = sum(n for n in sizes if n >= spare.MIN_BYTES)
@@ -74,6 +83,11 @@ def overheads_of(timeline: Timeline) -> Overheads:
         saved_seconds=used_again * sum(memory),
         overhead_seconds=num_ops * watching_seconds(evicted_bytes(step)) + returned * memory.returned,
     )
+
+
+def memory_price_of(step: Step) -> MemorySeconds:
+    """What an allocation costs here and now, of the size that matters in a step."""
+    return memory_seconds(_typical_bytes(step))
 
 
 def _writes_into(target: str) -> bool:

@@ -26,6 +26,7 @@ from keepwise.session.decisions import Decision, Keep, Offload, Pack, Recompute,
 from keepwise.session.document import PlanDocument, read_document, write_document
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.ladder import Ladder
+from keepwise.session.overheads import Overheads
 from keepwise.session.pins import matches
 from keepwise.session.replan import replan
 from keepwise.session.sizes import structure
@@ -102,7 +103,7 @@ class Plan:
     @property
     def added_seconds(self) -> float:
         """Predicted seconds that the plan adds to a step: `replay_seconds` + `overhead_seconds` - `saved_seconds`, at least 0."""
-        return max(self.replay_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
+        return self._overheads.added(self.replay_seconds)
 
     @property
     def replay_seconds(self) -> float:
@@ -131,7 +132,11 @@ class Plan:
     @property
     def bound_seconds(self) -> float:
         """Dual bound on `replay_seconds` within the family of windows that was searched, put in its place in `added_seconds`."""
-        return max(self.document.bound_seconds + self.overhead_seconds - self.saved_seconds, 0.0)
+        return self._overheads.added(self.document.bound_seconds)
+
+    @property
+    def _overheads(self) -> Overheads:
+        return Overheads(saved_seconds=self.saved_seconds, overhead_seconds=self.overhead_seconds)
 
     @property
     def gap(self) -> float:
@@ -206,6 +211,18 @@ class Plan:
             f"(bound +{100 * self.bound_seconds / seconds:.1f} %), {dropped} of {len(self.decisions)} tensors dropped"
         )
 
+    def time_in_words(self) -> str:
+        """What the predicted added time is made of, in shares of a step; empty where nothing is replayed."""
+        if not self.schedule.windows:
+            return ""
+        parts = {
+            "replays": self.replay_seconds,
+            "overhead": self.overhead_seconds,
+            "memory used again": -self.saved_seconds,
+        }
+        seconds = max(self.step_seconds, 1e-12)
+        return ", ".join(f"{what} {100 * n / seconds:+.1f} %" for what, n in parts.items() if n or what == "replays")
+
     def __str__(self) -> str:
         lines = [self.summary(), f"  {self.status.value}"]
         if self.status is Status.INERT:
@@ -217,13 +234,7 @@ class Plan:
             if found:
                 lines.append(f"  {title}: {show_bytes(sum(found))} in {len(found)} tensor{'s' * (len(found) > 1)}")
         if self.schedule.windows:
-            seconds = max(self.step_seconds, 1e-12)
-            parts = [f"replays +{100 * self.replay_seconds / seconds:.1f} %"]
-            if self.overhead_seconds:
-                parts.append(f"overhead {100 * self.overhead_seconds / seconds:+.1f} %")
-            if self.saved_seconds:
-                parts.append(f"memory used again -{100 * self.saved_seconds / seconds:.1f} %")
-            lines.append(f"  time: {', '.join(parts)}")
+            lines.append(f"  time: {self.time_in_words()}")
         if self.document.tokens is not None:
             plain, planned = (self.document.tokens / max(s, 1e-12) for s in (self.step_seconds, self._planned_seconds))
             lines.append(f"  speed: {planned:,.0f} tokens a second predicted (plain {plain:,.0f})")

@@ -12,7 +12,8 @@ from keepwise._units import show_bytes
 from keepwise.ir import Schedule, Step
 from keepwise.ir.packing import with_packing
 from keepwise.plan import get_planner
-from keepwise.plan.optimal import plan_floor, plan_optimal
+from keepwise.plan.optimal import OptimalResult, plan_floor, plan_optimal
+from keepwise.plan.optimal import Status as Solved
 from keepwise.session.advice import binding_moment, infeasible_message, named_message
 from keepwise.session.budget import is_word
 from keepwise.session.forced import plan_forced
@@ -159,63 +160,38 @@ def plan_schedule(
 def _optimal(
     step: Step, budget_bytes: int | None, plain: Timeline, *, on_infeasible: str, want_floor: bool, progress: Progress
 ) -> Planned:
+    smallest: tuple[Schedule, ...] = ()
     if want_floor:
         if progress:
             progress("searching the smallest peak")
         floor = plan_floor(step)
-        timeline = simulate(step, floor.schedule)
-        if timeline.peak_bytes >= plain.peak_bytes:
-            return _unchanged(step, plain)
-        result = plan_optimal(step, timeline.peak_bytes)
-        if result.schedule is not None:
-            better = simulate(step, result.schedule)
-            if better.peak_bytes <= timeline.peak_bytes and better.added_seconds <= timeline.added_seconds:
-                return Planned(
-                    schedule=result.schedule,
-                    timeline=better,
-                    plain=plain,
-                    status=Status.OPTIMAL if result.status.name == "OPTIMAL" else Status.FEASIBLE,
-                    bound_seconds=min(result.bound_seconds, better.added_seconds),
-                    floor_bytes=timeline.peak_bytes,
-                )
-        return Planned(
-            schedule=floor.schedule,
-            timeline=timeline,
-            plain=plain,
-            status=Status.FEASIBLE,
-            bound_seconds=min(floor.bound_seconds, timeline.added_seconds),
-            floor_bytes=timeline.peak_bytes,
-        )
+        budget_bytes, smallest = floor.peak_bytes, (floor.schedule,)
     if budget_bytes is None or plain.peak_bytes <= budget_bytes:
         return _unchanged(step, plain)
-    if progress:
+    if progress and not want_floor:
         progress("solving for the fastest step that fits")
-    result = plan_optimal(step, budget_bytes)
-    if result.schedule is None or result.status.name == "INFEASIBLE":
-        floor = plan_floor(step)
-        timeline = simulate(step, floor.schedule)
-        if timeline.peak_bytes > budget_bytes and on_infeasible == "raise":
-            raise InfeasibleBudget(
-                infeasible_message(budget_bytes, timeline),
-                floor_bytes=timeline.peak_bytes,
-                binding=binding_moment(timeline),
-            )
-        return Planned(
-            schedule=floor.schedule,
-            timeline=timeline,
-            plain=plain,
-            status=Status.INFEASIBLE if timeline.peak_bytes > budget_bytes else Status.FEASIBLE,
-            bound_seconds=min(floor.bound_seconds, timeline.added_seconds),
-            floor_bytes=timeline.peak_bytes,
+    found = plan_optimal(step, budget_bytes, candidates=smallest)
+    if found.status is not Solved.INFEASIBLE:
+        return _solved(step, plain, found, Status[found.status.name])
+    over = _solved(step, plain, plan_floor(step), Status.INFEASIBLE)
+    if on_infeasible == "raise":
+        raise InfeasibleBudget(
+            infeasible_message(budget_bytes, over.timeline),
+            floor_bytes=over.timeline.peak_bytes,
+            binding=binding_moment(over.timeline),
         )
-    timeline = simulate(step, result.schedule)
+    return over
+
+
+def _solved(step: Step, plain: Timeline, found: OptimalResult, status: Status) -> Planned:
+    timeline = simulate(step, found.schedule)
     return Planned(
-        schedule=result.schedule,
+        schedule=found.schedule,
         timeline=timeline,
         plain=plain,
-        status=Status.OPTIMAL if result.status.name == "OPTIMAL" else Status.FEASIBLE,
-        bound_seconds=min(result.bound_seconds, timeline.added_seconds),
-        floor_bytes=min(result.floor_bytes, timeline.peak_bytes),
+        status=status,
+        bound_seconds=min(found.bound_seconds, timeline.added_seconds),
+        floor_bytes=min(found.floor_bytes, timeline.peak_bytes),
     )
 
 

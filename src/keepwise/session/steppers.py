@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepwise.trace.driver import OptimizerState
 from keepwise.trace.quiet import quiet
+from keepwise.trace.saved_state import OptimizerState
 from keepwise.trace.state import Bytes
 
 

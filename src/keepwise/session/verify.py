@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from keepwise._errors import UsageError
 from keepwise.proof.proof import Proof, prove
-from keepwise.proof.state import SavedState
 from keepwise.runtime.apply import attach, detach, runner_of
-from keepwise.session.batch import Loss, as_batch, loss_of, make_optimizer
+from keepwise.session.batch import Batch, Loss, as_batch, loss_of, make_optimizer
 from keepwise.session.fingerprint import check_fingerprint
 from keepwise.session.plan import Plan
 from keepwise.session.steppers import Steppers
+from keepwise.trace.saved_state import SavedState
 
 
 def verify(
@@ -61,66 +63,76 @@ def verify(
     if not isinstance(plan, Plan):
         raise UsageError(f"plan= must be a keepwise.Plan, got {type(plan).__name__}")
     check_fingerprint(plan.document.fingerprint, model)
-    batch = as_batch(args, kwargs)
-    stepping = make_optimizer(optimizer, model)
-    count = 0
+    trial = _Trial(
+        model=model, plan=plan, batch=as_batch(args, kwargs), batches=batches, loss=loss, step=step, optimizer=optimizer
+    )
+    return trial.prove(steps, progress)
 
-    def run() -> Any:
-        nonlocal count
-        if step is not None:
-            return step()
-        now = as_batch(batches(count), None) if batches is not None else batch
-        count += 1
-        output = model(*now.args, **now.kwargs)
-        value = loss_of(output, loss)
-        value.backward()
-        if stepping is not None:
-            stepping.step()
-        return value.detach(), _detached(output)
 
-    runner = plan.runner
-    steppers = Steppers(model, stepping)
-    previous = runner_of(model)
+@dataclass(kw_only=True)
+class _Trial:
+    """Plain and planned steps of one model, all from the state that it has now. Names are those of `verify`."""
 
-    def planned() -> Any:
-        attach(model, runner)
+    model: nn.Module
+    plan: Plan
+    batch: Batch
+    batches: Callable[[int], Any] | None
+    loss: Loss | None
+    step: Callable[[], Any] | None
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
+    count: int = 0
+    """Steps run since the state was put back."""
+
+    def prove(self, steps: int, progress: Callable[[str], None] | None) -> Proof:
+        """The proof; the model is under the plan that it was under before, if any."""
+        self.stepping = make_optimizer(self.optimizer, self.model)
+        self.steppers = Steppers(self.model, self.stepping)
+        runner, previous = self.plan.runner, runner_of(self.model)
+        audit_every, num_steps = runner.audit_every, runner.num_steps
+        runner.audit_every, runner.num_steps = 1, 0
+        detach(self.model)
         try:
-            if step is None:
-                return run()
-            with plan:
-                return run()
+            self.state = SavedState(self.model, (self.batch.args, self.batch.kwargs), self.stepping)
+            with self.steppers if self.step is not None else contextlib.nullcontext():
+                return prove(
+                    run=self.run,
+                    model=self.model,
+                    planned=self.planned,
+                    restore=self.restore,
+                    num_steps=steps,
+                    num_audited=lambda: runner.stats.num_audited,
+                    progress=progress,
+                )
         finally:
-            detach(model)
+            runner.audit_every, runner.num_steps = audit_every, num_steps
+            detach(self.model)
+            if previous is not None:
+                attach(self.model, previous)
 
-    def restore() -> None:
-        nonlocal count
-        count = 0
-        steppers.restore()
-        state.restore()
+    def run(self) -> Any:
+        """The next step; loss and outputs, or what the user's own step returns."""
+        if self.step is not None:
+            return self.step()
+        now = as_batch(self.batches(self.count), None) if self.batches is not None else self.batch
+        self.count += 1
+        output = self.model(*now.args, **now.kwargs)
+        value = loss_of(output, self.loss)
+        value.backward()
+        if self.stepping is not None:
+            self.stepping.step()
+        return value.detach(), tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
 
-    audit_every, num_steps = runner.audit_every, runner.num_steps
-    runner.audit_every, runner.num_steps = 1, 0
-    detach(model)
-    try:
-        state = SavedState(model, (batch.args, batch.kwargs), stepping)
-        with steppers if step is not None else contextlib.nullcontext():
-            return prove(
-                run=run,
-                model=model,
-                planned=planned,
-                restore=restore,
-                num_steps=steps,
-                num_audited=lambda: runner.stats.num_audited,
-                progress=progress,
-            )
-    finally:
-        runner.audit_every, runner.num_steps = audit_every, num_steps
-        detach(model)
-        if previous is not None:
-            attach(model, previous)
+    def planned(self) -> Any:
+        """The next step under the plan."""
+        attach(self.model, self.plan.runner)
+        try:
+            with self.plan if self.step is not None else contextlib.nullcontext():
+                return self.run()
+        finally:
+            detach(self.model)
 
-
-def _detached(output: Any) -> Any:
-    from torch.utils import _pytree
-
-    return _pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
+    def restore(self) -> None:
+        """Back to the first step."""
+        self.count = 0
+        self.steppers.restore()
+        self.state.restore()

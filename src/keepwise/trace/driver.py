@@ -6,7 +6,6 @@ steady one step later: at the start of the second it exchanges its buckets for o
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +16,13 @@ from torch import nn
 
 from keepwise.runtime.digest import strong_digest
 from keepwise.trace.admission import Admission
-from keepwise.trace.python_state import PythonState
 from keepwise.trace.quiet import quiet
 from keepwise.trace.record import Recording, record
-from keepwise.trace.state import Bytes, Generators, Gradients, tensors_of
-from keepwise.trace.static import Leaf, optimizer_tensors
+from keepwise.trace.saved_state import SavedState
+from keepwise.trace.state import tensors_of
+from keepwise.trace.static import Leaf
 from keepwise.trace.timing import timings_for
 from keepwise.trace.values import storage_of
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +39,6 @@ class Traced:
     """What `observe` returned after the first step."""
     admission: Admission
     """What is known about each distinct op."""
-    num_changed: int
-    """Storages of parameters and buffers that the two steps had changed and that were put back."""
     left: tuple[str, ...]
     """Attributes that a step may change and that cannot be put back."""
     hooked: tuple[str, ...]
@@ -83,19 +78,7 @@ def trace_steps(
     """
     began = time.perf_counter()
     admission = admission if admission is not None else Admission(timings_for(device if device is not None else "cpu"))
-    with quiet():
-        given = tensors_of(inputs)
-        parameters = list(model.parameters()) if model is not None else []
-        buffers = list(model.buffers()) if model is not None else []
-        gradients = Gradients([*parameters, *given])
-        attributes = PythonState(model)
-        generators = Generators()
-        contents = Bytes([*parameters, *buffers, *given, *attributes.tensors], to_disk=spill)
-        optimizer_state = OptimizerState(optimizer)
-    own: dict[int, tuple[torch.Generator, Tensor]] = {}
-    made: dict[str, int | None] = {}
-    changed: list[int] = []
-    observed: Any = None
+    state = SavedState(model, inputs, optimizer, to_disk=spill, accumulates=False)
 
     def one(leaves: tuple[Leaf, ...]) -> Recording:
         return record(
@@ -107,48 +90,42 @@ def trace_steps(
             spill=spill,
             leaves=leaves,
             device=device,
-            generators=own,
+            generators=state.own_generators,
         )
 
-    with contextlib.ExitStack() as afterwards:  # All of it happens, in the reverse order, whatever fails.
-        undo = (
-            lambda: [g.set_state(state) for g, state in own.values()],
-            generators.restore,
-            attributes.restore,
-            lambda: changed.append(contents.restore()),
-            optimizer_state.restore,
-            gradients.restore,
-        )
-        for step_back in undo:
-            afterwards.callback(_quietly, step_back)
-        gradients.clear()
+    try:
+        state.clear_gradients()
         first = one(())
-        if model is not None:
-            with quiet():
-                made = {n: strong_digest(p.grad) if p.grad is not None else None for n, p in model.named_parameters()}
-        if observe is not None:
-            with quiet():
-                observed = observe(first.result, [g for g, _ in own.values()])
+        with quiet():
+            gradients = _digests(model)
+            observed = observe(first.result, [g for g, _ in first.generators]) if observe is not None else None
         if grads == "fresh":
-            gradients.clear()
+            state.clear_gradients()
         sorted_before = _sorted_buckets(model)
         second = one(_left_by(first))
         if _sorted_buckets(model) != sorted_before:  # that was not the steady one
             if grads == "fresh":
-                gradients.clear()
+                state.clear_gradients()
             second = one((*_left_by(first), *_left_by(second)))
+    finally:
+        state.restore()
     admission.timings.save()
     return Traced(
         recording=second,
         first=first,
-        gradients=made,
+        gradients=gradients,
         observed=observed,
         admission=admission,
-        num_changed=changed[0],
-        left=tuple(attributes.left),
-        hooked=tuple(attributes.hooked),
+        left=tuple(state.attributes.left),
+        hooked=tuple(state.attributes.hooked),
         seconds=time.perf_counter() - began,
     )
+
+
+def _digests(model: nn.Module | None) -> dict[str, int | None]:
+    """Of the gradients that are there."""
+    named = model.named_parameters() if model is not None else ()
+    return {name: strong_digest(p.grad) if p.grad is not None else None for name, p in named}
 
 
 def _left_by(step: Recording) -> tuple[Leaf, ...]:
@@ -160,43 +137,3 @@ def _left_by(step: Recording) -> tuple[Leaf, ...]:
 def _sorted_buckets(model: nn.Module | None) -> list[bool]:
     """Which modules in DDP have sorted their buckets anew, by the order in which gradients came."""
     return [getattr(m, "_has_rebuilt_buckets", False) for m in model.modules()] if model is not None else []
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    with quiet():
-        call()
-
-
-class OptimizerState:
-    """State and groups of an optimizer, objects and bytes."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
-        if optimizer is None:
-            return
-        self._bytes = Bytes(optimizer_tensors(optimizer))
-        self._state = {p: dict(s) for p, s in optimizer.state.items()}
-        self._groups = [(g, {k: list(v) if k == "params" else v for k, v in g.items()}) for g in optimizer.param_groups]
-        self._called = optimizer.__dict__.get("_opt_called", self)
-        """Whether `step()` was called, as a learning rate scheduler asks; this object where nobody does."""
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
-        self._bytes.restore()
-        for p in [p for p in optimizer.state if p not in self._state]:
-            del optimizer.state[p]
-        for p, saved in self._state.items():
-            now = optimizer.state[p]
-            now.clear()
-            now.update(saved)
-        optimizer.param_groups[:] = [group for group, _ in self._groups]
-        for group, saved in self._groups:
-            group.clear()
-            group.update(saved)
-        if self._called is not self:
-            optimizer.__dict__["_opt_called"] = self._called
-        else:
-            optimizer.__dict__.pop("_opt_called", None)

@@ -7,15 +7,18 @@ Notes:
 3. Torch tells a module's hooks of an `Exception` in forward, not of a KeyboardInterrupt. Who is still running is therefore read off
    the Python stack: the frame that called our hook is there, at the height where it was, or the module has been left.
 4. Modules that run in other threads are not looked at: their ops are not seen either.
+5. The user's line is looked for within the step only, up to the frame that runs it: who called `fit` made no op. A model of torch's own
+   modules alone has no line of the user's.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,27 +26,49 @@ from torch import nn
 from torch.nn.modules import module as _module
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _INTERNAL = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    *(os.path.join(_PACKAGE, room) + os.sep for room in ("trace", "runtime", "session", "verify", "measure")),
+    _TORCH,
+    "<",
+    *(os.path.join(_PACKAGE, room) + os.sep for room in ("trace", "runtime", "session", "integrations")),
 )
-_internal_code: dict[CodeType, bool] = {}
+_OUTERMOST = os.path.join(_PACKAGE, "trace", "record.py")
+
+
+class _Frame(enum.Enum):
+    """What a frame on the Python stack says about where an op comes from (note 5)."""
+
+    USER = enum.auto()
+    MODULE = enum.auto()
+    INTERNAL = enum.auto()
+    OUTSIDE = enum.auto()
+
+
+@functools.cache
+def _kind_of(filename: str) -> _Frame:
+    if filename == _OUTERMOST:
+        return _Frame.OUTSIDE
+    if filename.startswith(_MODULES):
+        return _Frame.MODULE
+    return _Frame.INTERNAL if filename.startswith(_INTERNAL) else _Frame.USER
 
 
 def source_line() -> str:
-    """`file.py:line` of the innermost frame outside of torch and Keepwise; empty if there is none."""
+    """`file.py:line` of the user's innermost frame in the step, else of torch's innermost module; empty if there is neither."""
     frame = sys._getframe(2)
+    module = ""
     while frame is not None:
-        code = frame.f_code
-        internal = _internal_code.get(code)
-        if internal is None:
-            name = code.co_filename
-            internal = name.startswith(_INTERNAL) or name.startswith("<")
-            _internal_code[code] = internal
-        if not internal:
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        filename = frame.f_code.co_filename
+        kind = _kind_of(filename)
+        if kind is _Frame.USER:
+            return f"{os.path.basename(filename)}:{frame.f_lineno}"
+        if kind is _Frame.OUTSIDE:
+            break
+        if kind is _Frame.MODULE and not module:
+            module = f"torch/nn/modules/{os.path.basename(filename)}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return module
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from keepwise.ir import Schedule
+from keepwise.ir import Schedule, Step
 
 
 class Status(Enum):
@@ -20,6 +20,8 @@ class Status(Enum):
 class OptimalResult:
     """A schedule and what is proved about it."""
 
+    step: Step
+    """What the schedule is for: the step that was given, or another form of it (`frontier`)."""
     schedule: Schedule
     """The plan; for an infeasible budget the plan with the smallest peak."""
     status: Status

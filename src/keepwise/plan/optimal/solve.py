@@ -262,16 +262,17 @@ def _result(bench: Workbench, budget_bytes: int, tolerance: float, began: float,
     binding = describe_peak(step, simulate(step, shown.schedule))
     plain = bench.plain.peak_bytes
     if found is None:
-        status, why = Status.INFEASIBLE, why_floor(budget_bytes, floor.peak_bytes, binding)
+        name, status, why = "floor", Status.INFEASIBLE, why_floor(budget_bytes, floor.peak_bytes, binding)
     elif plain <= budget_bytes:
-        status, why = Status.OPTIMAL, why_none(budget_bytes, plain)
+        name, status, why = "none", Status.OPTIMAL, why_none(budget_bytes, plain)
     else:
-        status = Status.OPTIMAL if gap <= tolerance else Status.FEASIBLE
+        name, status = "optimal", Status.OPTIMAL if gap <= tolerance else Status.FEASIBLE
         origin = shown.schedule.planner
         found_by = f", found by the planner {origin!r}" if origin not in ("", "optimal") else ""
         why = f"{why_optimal(budget_bytes, floor.peak_bytes, plain)}; {status.name.lower()}: gap {gap:.2%} to the bound{found_by}"
-    schedule = msgspec.structs.replace(shown.schedule, planner="optimal", why=why)
+    schedule = msgspec.structs.replace(shown.schedule, planner=name, why=why)
     return OptimalResult(
+        step=step,
         schedule=schedule,
         status=status,
         budget_bytes=budget_bytes,

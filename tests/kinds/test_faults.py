@@ -99,6 +99,7 @@ def finder(plant: Planter, first: int = 0, most: int = MOST) -> int | None:
     return None
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("plant", ALL)
 def test_the_fuzzer_finds_a_planted_fault(plant: Planter) -> None:
     assert finder(plant) is not None, f"{MOST} programs pass without this mechanism"

@@ -33,7 +33,7 @@ def assert_agree(step: Step, schedule: Schedule) -> bool:
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_steps(), planners)
+@given(random_steps(copied=True), planners)
 def test_random_steps_under_named_planners(step: Step, planner: str) -> None:
     assert assert_agree(step, get_planner(planner).plan(step, None))
 
@@ -99,7 +99,7 @@ def altered(draw: st.DrawFn, step: Step, schedule: Schedule) -> Schedule:
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_an_altered_schedule_is_caught_or_harmless(data: st.DataObject) -> None:
-    step = data.draw(random_steps())
+    step = data.draw(random_steps(copied=True))
     schedule = get_planner(data.draw(planners)).plan(step, None)
     for _ in range(data.draw(st.integers(1, 3))):
         schedule = data.draw(altered(step, schedule))

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from keepwise.ir import Step
+from keepwise.ir import NO_OP, Step
 from tests.steps.builder import StepBuilder, Tensor, check_step
 
 _SIZES = st.integers(1, 12)
@@ -14,13 +14,13 @@ _KINDS = st.sampled_from(["op"] * 6 + ["view", "write", "write", "norm", "random
 
 
 @st.composite
-def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
+def random_steps(draw: st.DrawFn, *, max_ops: int = 12, copied: bool = False) -> Step:
     """A random small step: views, in-place writes, moving buffers, random and unrepeatable ops, holders, optimizer.
 
-    Some have two micro-batches, some read their graph twice.
+    Some have two micro-batches, some read their graph twice. Where wanted, replays read copies of some leaves.
     """
     b = StepBuilder(grads=draw(st.sampled_from(["held", "fresh"])))
-    weights = [_leaf(draw, b, b.parameter(draw(_SIZES))) for _ in range(draw(st.integers(0, 2)))]
+    weights = [b.parameter(draw(_SIZES)) for _ in range(draw(st.integers(0, 2)))]
     passes = draw(st.sampled_from(["one"] * 4 + ["accumulated", "twice"]))
     if passes == "accumulated":
         b.backward(_forward(draw, b, weights, max_ops // 2))
@@ -29,17 +29,15 @@ def random_steps(draw: st.DrawFn, *, max_ops: int = 12) -> Step:
         loss = _forward(draw, b, weights, max_ops)
         if passes == "twice":
             b.backward(loss, retain=True)
+    for storage in b.storages if copied else ():
+        if storage.birth == NO_OP and storage.category.is_static:
+            storage.copied = draw(st.booleans())
     return check_step(b.build(loss, optimizer=draw(st.booleans()), tail=draw(st.integers(0, 1))))
-
-
-def _leaf(draw: st.DrawFn, b: StepBuilder, leaf: Tensor) -> Tensor:
-    """A leaf, of which replays may read a copy."""
-    return b.copied(leaf) if draw(st.booleans()) else leaf
 
 
 def _forward(draw: st.DrawFn, b: StepBuilder, weights: list[Tensor], max_ops: int) -> Tensor:
     """A random forward pass; returns its loss."""
-    pool = [_leaf(draw, b, b.input(draw(_SIZES)))]
+    pool = [b.input(draw(_SIZES))]
     pool.append(b.one(pool[0], *weights[:1], size=draw(_SIZES), save=weights[:1]))
     for i in range(draw(st.integers(1, max_ops))):
         _extend(draw, b, weights, pool, {"seconds": float(draw(st.integers(0, 5))), "path": f"m.{i // 3}"})
@@ -59,7 +57,7 @@ def _extend(draw: st.DrawFn, b: StepBuilder, weights: list[Tensor], pool: list[T
         if not b.is_saved(x) and other.storage != x.storage:
             b.write(x, other, save_result=draw(st.booleans()), save=[other] if draw(st.booleans()) else [], **rest)
     elif kind == "norm":
-        mean = _leaf(draw, b, b.buffer(4))
+        mean = b.buffer(4)
         pool.append(b.batch_norm(x, mean, size=draw(_SIZES), reads_mean=draw(st.booleans()), **rest))
     elif kind == "hold":
         b.hold(x, draw(st.sampled_from(["end", "forward"])))

@@ -31,7 +31,7 @@ def test_tiny_steps_equal_the_best_of_all_schedules() -> None:
     count = Count()
 
     @seed(7)
-    @given(random_steps(max_ops=7))
+    @given(random_steps(max_ops=7, copied=True))
     @settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def compare(step: Step) -> None:
         if not 1 <= len(reading_nodes(step)) <= 3 or _size(step) > 5:

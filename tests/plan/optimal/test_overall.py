@@ -16,7 +16,7 @@ from tests.steps import accumulated, chain, gpt_like, random_steps, unet_like
 PLANNERS = ["full", "every:2", "sqrt", "recursive", "selective", "recompute_everything"]
 
 
-@given(random_steps(max_ops=7))
+@given(random_steps(max_ops=7, copied=True))
 @settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
 def test_it_is_below_the_best_of_tiny_steps(step: Step) -> None:
     if not 1 <= len(reading_nodes(step)) <= 3:

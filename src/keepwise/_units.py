@@ -11,7 +11,7 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)"
 """A positive number as people write it, as a regular expression."""
 
-SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+SIZES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 """Binary units, the largest first."""
 
 

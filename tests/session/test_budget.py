@@ -83,7 +83,8 @@ def test_what_is_no_budget_gives_one_line_that_says_what_is(budget: object) -> N
         (-(2**20), "-1 MiB"),
         (1.469 * 2**20, "1.47 MiB"),
         (20 * 2**30, "20.0 GiB"),
-        (1069 * 2**30, "1069 GiB"),
+        (1069 * 2**30, "1.04 TiB"),
+        (312 * 2**30, "312 GiB"),
     ],
 )
 def test_bytes_for_people(n: float, shown: str) -> None:

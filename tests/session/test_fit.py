@@ -129,7 +129,7 @@ def test_fresh_gradients_are_not_charged_in_forward() -> None:
     ("arguments", "match"),
     [
         ({"budget": "lots"}, "no number of bytes"),
-        ({"budget": 0}, "positive"),
+        ({"budget": 0}, "above 0"),
         ({"grads": "sometimes"}, "grads"),
         ({"on_infeasible": "shrug"}, "on_infeasible"),
         ({"in_flight": 0}, "in_flight"),

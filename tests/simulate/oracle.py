@@ -46,7 +46,7 @@ class Oracle:
         self.content_of: dict[int, int] = {}
         self.before: list[dict[int, int]] = []
         self._run_plain()
-        kept = [*schedule.held, *schedule.packed, *schedule.offloaded]
+        kept = schedule.held
         if len(set(kept)) != len(kept):
             raise Refused("decided twice")
         if any(not 0 <= s < len(step.storages) for s in kept):

@@ -112,10 +112,11 @@ def _time(report: Report) -> list[Finding]:
     seconds = max(report.step_seconds, 1e-12)
     slow = report.added_seconds / seconds > _SLOW
     bound = show_percent(report.bound_seconds, seconds)
+    parts = f" ({report.time_text})" if report.time_text else ""
     found = [
         Finding(
             question=TIME,
-            what=f"The plan adds {show_seconds(report.added_seconds)}, {show_percent(report.added_seconds, seconds)} of a step; "
+            what=f"The plan adds {show_seconds(report.added_seconds)}, {show_percent(report.added_seconds, seconds)} of a step{parts}; "
             f"no plan that was searched adds less than {bound}.",
             remedy="a larger budget: `keepwise frontier` shows where the knee is" if slow else "",
         )
@@ -129,7 +130,7 @@ def _time(report: Report) -> list[Finding]:
         listed = ", ".join(f"{op} {show_seconds(n / 1e9)}" for op, n in ops.most_common(4))
         modules = sorted(report.groups, key=lambda g: -g.replay_seconds)[:3]
         where = ", ".join(f"{g.name} {show_seconds(g.replay_seconds)}" for g in modules if g.replay_seconds)
-        found.append(Finding(question=TIME, what=f"Most of it: {listed}; in {where}."))
+        found.append(Finding(question=TIME, what=f"What replays longest: {listed}; in {where}."))
     return found
 
 

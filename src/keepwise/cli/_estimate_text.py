@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from keepwise.estimator.units import format_bytes, format_count
+from keepwise._units import show_bytes
+from keepwise.estimator.units import format_count
 
 if TYPE_CHECKING:
     from keepwise.estimator.answer import Estimate
@@ -51,7 +52,7 @@ def text(
 
 
 def _head(answer: Estimate) -> str:
-    peak = f"peak {format_bytes(answer.peak_bytes)} on {answer.worst.name}, at: {answer.worst.peak.name}"
+    peak = f"peak {show_bytes(answer.peak_bytes)} on {answer.worst.name}, at: {answer.worst.peak.name}"
     trained = "" if answer.num_trained == answer.num_parameters else f", {format_count(answer.num_trained)} trained"
     return f"{answer.model}{trained}\ncheckpointing {answer.checkpointing}; {answer.num_devices} device(s)\n{peak}"
 
@@ -66,15 +67,15 @@ def _memory(answer: Estimate) -> str:
     for name in shown:
         words, changes = _CATEGORIES[name]
         cells = "".join(
-            format_bytes(rank.peak.categories.as_dict()[name]).rjust(w) for rank, w in zip(ranks, widths, strict=True)
+            show_bytes(rank.peak.categories.as_dict()[name]).rjust(w) for rank, w in zip(ranks, widths, strict=True)
         )
         share = answer.categories.as_dict()[name] / max(1, answer.peak_bytes)
         bar = "#" * round(share * _BAR) if len(ranks) == 1 else ""
         lines.append(f"{'* ' if changes else '  '}{words:<38}{cells}  {bar}".rstrip())
-    total = "".join(format_bytes(rank.peak_bytes).rjust(w) for rank, w in zip(ranks, widths, strict=True))
+    total = "".join(show_bytes(rank.peak_bytes).rjust(w) for rank, w in zip(ranks, widths, strict=True))
     lines.append(f"  {'peak':<38}{total}")
     if any(rank.host_bytes for rank in ranks):
-        host = "".join(format_bytes(rank.host_bytes).rjust(w) for rank, w in zip(ranks, widths, strict=True))
+        host = "".join(show_bytes(rank.host_bytes).rjust(w) for rank, w in zip(ranks, widths, strict=True))
         lines.append(f"  {'in host memory':<38}{host}")
     if answer.ranks[0].in_flight > 1:
         flight = "".join(f"{rank.in_flight:g}".rjust(w) for rank, w in zip(ranks, widths, strict=True))
@@ -109,7 +110,7 @@ def _cost(answer: Estimate) -> str:
 
 def _traffic(answer: Estimate) -> str:
     lines = [
-        f"  {t.reason:<56}{format_bytes(t.num_bytes).rjust(12)}{f'{t.count} times' if t.count else '':>12}{t.seconds:>10.3g} s"
+        f"  {t.reason:<56}{show_bytes(t.num_bytes).rjust(12)}{f'{t.count} times' if t.count else '':>12}{t.seconds:>10.3g} s"
         for t in answer.traffic
     ]
     return "\n".join(["sent by one device in a step (no overlap assumed)", *lines]) if lines else ""
@@ -122,12 +123,12 @@ def _choices(choices: Sequence[Choice], budget: int) -> str:
     head = f"{'checkpointing side by side':<28}{'peak':>10}{'operations':>13}{'time':>9}"
     if sends:
         head += f"{'sent a step':>15}{'of it again':>14}"
-    lines = [f"{head}  for {format_bytes(budget)}"]
+    lines = [f"{head}  for {show_bytes(budget)}"]
     for choice in choices:
         name = choice.changes[0].removeprefix("checkpointing ")
-        line = f"  {name:<24}{format_bytes(choice.peak_bytes).rjust(12)}{choice.recompute_overhead:>+13.1%}{choice.time_overhead:>+9.1%}"
+        line = f"  {name:<24}{show_bytes(choice.peak_bytes).rjust(12)}{choice.recompute_overhead:>+13.1%}{choice.time_overhead:>+9.1%}"
         if sends:
-            line += f"{format_bytes(choice.sent_bytes).rjust(15)}{format_bytes(choice.sent_again_bytes).rjust(14)}"
+            line += f"{show_bytes(choice.sent_bytes).rjust(15)}{show_bytes(choice.sent_again_bytes).rjust(14)}"
         lines.append(f"{line}  {'fits' if choice.fits else ''}".rstrip())
     return "\n".join(lines)
 
@@ -144,7 +145,7 @@ def _fits(answer: Estimate) -> str:
 def _limits(extra: dict[str, Any], budget: int, device: str) -> str:
     if not extra:
         return ""
-    lines = [f"within {format_bytes(budget)} ({device})"]
+    lines = [f"within {show_bytes(budget)} ({device})"]
     if "largest_tokens" in extra:
         return f"{lines[0]}\n  most tokens on it: {extra['largest_tokens'] or 'none'}"
     lines.append(f"  largest batch at this sequence: {extra['largest_batch'] or 'none'}")
@@ -163,7 +164,7 @@ def _limits(extra: dict[str, Any], budget: int, device: str) -> str:
         changes = ", ".join(found["changes"])
         lines.append(
             f"  cheapest setting that fits: {changes}"
-            f" ({format_bytes(found['peak_bytes'])}, about {found['step_seconds']:.3g} s a step)"
+            f" ({show_bytes(found['peak_bytes'])}, about {found['step_seconds']:.3g} s a step)"
         )
     return "\n".join(lines)
 
@@ -171,8 +172,8 @@ def _limits(extra: dict[str, Any], budget: int, device: str) -> str:
 def _setting(setting: Setting) -> str:
     verdict = "" if setting.fits else ", over the wanted peak"
     lines = [
-        f"== {setting.system}: {format_bytes(setting.peak_bytes)}, {setting.time_overhead:+.1%} time{verdict}"
-        f" (ours {format_bytes(setting.ours_peak_bytes)}, {setting.ours_time_overhead:+.1%})",
+        f"== {setting.system}: {show_bytes(setting.peak_bytes)}, {setting.time_overhead:+.1%} time{verdict}"
+        f" (ours {show_bytes(setting.ours_peak_bytes)}, {setting.ours_time_overhead:+.1%})",
         setting.text,
     ]
     lines += [f"  lost: {line}" for line in setting.lost]

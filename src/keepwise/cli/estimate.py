@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from keepwise.estimator.answer import Estimate
     from keepwise.estimator.emit import Setting
     from keepwise.estimator.search import Choice
+    from keepwise.estimator.setup import Setup
+    from keepwise.estimator.spec import Architecture
 
 _MODEL = (
     click.option("--config", type=click.Path(), metavar="FILE", help="A Hugging Face config.json, or its folder."),
@@ -117,12 +119,26 @@ def command(ctx: click.Context, **options: Any) -> None:
         ctx.exit(1)
 
 
+class _Answered(NamedTuple):
+    """What there is to say."""
+
+    answer: Estimate
+    setup: Setup
+    architecture: Architecture | None
+    """None where the rule of thumb answered."""
+    choices: list[Choice]
+    """Policies, with what each would take."""
+    settings: list[Setting]
+    """For the systems that were asked for."""
+    extra: dict[str, Any]
+    """The largest batch and the like, by name."""
+
+
 def _answer(options: dict[str, Any]) -> bool | None:
     """Write the answer; False where a device or budget was named and the step does not fit it."""
     from keepwise._units import parse_bytes
     from keepwise.cost import device_of
-    from keepwise.estimator.api import architecture_of, make_setup
-    from keepwise.estimator.compute import Estimator
+    from keepwise.estimator.api import make_setup
 
     shapes = {name: options.pop(name) for name in ("layers", "width", "heads", "kv_heads", "inner", "vocab", "family")}
     rule = {name: options.pop(name) for name in ("tokens", "layer_bytes", "input_bytes", "parameters")}
@@ -138,67 +154,87 @@ def _answer(options: dict[str, Any]) -> bool | None:
     if policy == "keepwise" or budget_text:
         given["budget"] = budget
     setup = make_setup(checkpointing=policy, segment=segment, **given)
-    asked = named_device is not None or bool(budget_text)
     if config is not None and rule["parameters"] is not None:
         raise click.UsageError("--parameters is for the rule of thumb: a configuration says how many there are")
     if config is None and shapes["heads"] is None:
-        answer = _by_rule(shapes, rule, setup)
-        if systems:
-            raise click.UsageError("--emit needs the operator model: give --heads too, or --config")
-        room = budget - (answer.peak_bytes - answer.activation_bytes)
-        a_token = answer.rule["total_bytes"] / answer.rule["tokens"]  # activations are proportional to the tokens
-        extra: dict[str, Any] = {"largest_tokens": max(0, int(room / a_token))}
-        choices: list[Choice] = []
-        settings: list[Setting] = []
-        architecture = None
+        found = _answered_by_rule(shapes, rule, setup, budget, systems)
     else:
-        from msgspec.structs import replace
-
-        from keepwise.estimator.search import cheapest, largest_batch, longest_sequence, policies
-
-        if rule["tokens"] is not None:
-            from keepwise.estimator.units import parse_count
-
-            tokens = parse_count(rule["tokens"])
-            if tokens % setup.batch:
-                raise click.UsageError(f"--tokens {tokens} is not divisible by --batch {setup.batch}")
-            setup = replace(setup, sequence=tokens // setup.batch)
-        architecture = architecture_of(config, **shapes)
-        estimator = Estimator(architecture)
-        answer = estimator.run(setup)
-        choices = policies(estimator, setup, budget)
-        found = cheapest(estimator, setup, budget)
-        extra = {
-            "largest_batch": largest_batch(estimator, setup, budget),
-            "longest_sequence": longest_sequence(estimator, setup, budget),
-            "max_positions": architecture.max_positions,
-            "cheapest": None if found is None else _choice_dict(found),
-        }
-        settings = []
-        if systems:
-            from keepwise.estimator.emit import emit
-
-            settings = emit(estimator, setup, budget, tuple(s.strip() for s in systems.split(",")))
+        found = _answered_by_operators(config, shapes, rule["tokens"], setup, budget, systems)
     if report is not None:
         from keepwise.estimator.page import write
 
-        write(Path(report), answer, architecture, setup)
+        write(Path(report), found.answer, found.architecture, found.setup)
         click.echo(f"wrote {report}", err=True)
-    fits = answer.peak_bytes <= budget
-    if as_json:
-        data = {
-            **answer.as_dict(),
-            "budget": {"bytes": budget, "fits": fits, "device": device.name},
-            "policies": [_choice_dict(c) for c in choices],
-            **extra,
-            **({"settings": [s.as_dict() for s in settings]} if settings else {}),
-        }
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
-    else:
+    _print(found, budget, device.name, as_json=as_json)
+    asked = named_device is not None or bool(budget_text)
+    return found.answer.peak_bytes <= budget if asked else None
+
+
+def _answered_by_rule(
+    shapes: dict[str, Any], rule: dict[str, Any], setup: Setup, budget: int, systems: str | None
+) -> _Answered:
+    answer = _by_rule(shapes, rule, setup)
+    if systems:
+        raise click.UsageError("--emit needs the operator model: give --heads too, or --config")
+    room = budget - (answer.peak_bytes - answer.activation_bytes)
+    a_token = answer.rule["total_bytes"] / answer.rule["tokens"]  # activations are proportional to the tokens
+    extra = {"largest_tokens": max(0, int(room / a_token))}
+    return _Answered(answer=answer, setup=setup, architecture=None, choices=[], settings=[], extra=extra)
+
+
+def _answered_by_operators(
+    config: str | None, shapes: dict[str, Any], tokens: str | None, setup: Setup, budget: int, systems: str | None
+) -> _Answered:
+    from msgspec.structs import replace
+
+    from keepwise.estimator.api import architecture_of
+    from keepwise.estimator.compute import Estimator
+    from keepwise.estimator.search import cheapest, largest_batch, longest_sequence, policies
+    from keepwise.estimator.units import parse_count
+
+    if tokens is not None:
+        count = parse_count(tokens)
+        if count % setup.batch:
+            raise click.UsageError(f"--tokens {count} is not divisible by --batch {setup.batch}")
+        setup = replace(setup, sequence=count // setup.batch)
+    architecture = architecture_of(config, **shapes)
+    estimator = Estimator(architecture)
+    best = cheapest(estimator, setup, budget)
+    settings: list[Setting] = []
+    if systems:
+        from keepwise.estimator.emit import emit
+
+        settings = emit(estimator, setup, budget, tuple(s.strip() for s in systems.split(",")))
+    return _Answered(
+        answer=estimator.run(setup),
+        setup=setup,
+        architecture=architecture,
+        choices=policies(estimator, setup, budget),
+        settings=settings,
+        extra={
+            "largest_batch": largest_batch(estimator, setup, budget),
+            "longest_sequence": longest_sequence(estimator, setup, budget),
+            "max_positions": architecture.max_positions,
+            "cheapest": None if best is None else _choice_dict(best),
+        },
+    )
+
+
+def _print(found: _Answered, budget: int, device: str, *, as_json: bool) -> None:
+    answer, choices, settings, extra = found.answer, found.choices, found.settings, found.extra
+    if not as_json:
         from keepwise.cli._estimate_text import text
 
-        click.echo(text(answer, choices, extra, settings, budget=budget, device=device.name))
-    return fits if asked else None
+        click.echo(text(answer, choices, extra, settings, budget=budget, device=device))
+        return
+    data = {
+        **answer.as_dict(),
+        "budget": {"bytes": budget, "fits": answer.peak_bytes <= budget, "device": device},
+        "policies": [_choice_dict(c) for c in choices],
+        **extra,
+        **({"settings": [s.as_dict() for s in settings]} if settings else {}),
+    }
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
 
 
 def _by_rule(shapes: dict[str, Any], rule: dict[str, Any], setup: Any) -> Estimate:

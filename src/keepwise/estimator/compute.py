@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from keepwise._units import show_bytes
 from keepwise.cost import DEVICES, device_of
 from keepwise.estimator.answer import Estimate, Fit, Rank, Traffic
 from keepwise.estimator.costs import Rates, rates
@@ -17,7 +18,7 @@ from keepwise.estimator.spec import Architecture, Experts
 from keepwise.estimator.states import count_parameters, states
 from keepwise.estimator.timeline import fill_budget, timeline, treat
 from keepwise.estimator.traffic import traffic
-from keepwise.estimator.units import format_bytes, format_count
+from keepwise.estimator.units import format_count
 
 
 class Estimator:
@@ -169,7 +170,7 @@ def _notes(architecture: Architecture, setup: Setup, ranks: Sequence[Rank]) -> l
         budget = policy.budget_bytes or setup.budget_bytes or device_of(setup.device).usable_bytes
         peak = max(rank.peak_bytes for rank in ranks)
         if peak > budget:
-            notes.append(f"no plan fits {format_bytes(budget)}: the smallest peak is {format_bytes(peak)}")
+            notes.append(f"no plan fits {show_bytes(budget)}: the smallest peak is {show_bytes(peak)}")
     if setup.tensor_parallel > 1 and rebuilt:
         notes.append("recomputation repeats the collectives of what it runs again")
     if setup.context_parallel > 1 and setup.attention == "eager":

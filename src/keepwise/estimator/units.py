@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them, both ways."""
+"""Counts as people write them, both ways (sizes: `keepwise._units`)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,6 @@ def parse_count(text: str | float) -> int:
     if value <= 0 or value != int(value):
         raise UsageError(f"a count must be a whole number above 0, not {text!r}")
     return int(value)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes for people: "3.21 GiB", "512 MiB", "96 B"."""
-    size = abs(num_bytes)
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            value = num_bytes / scale
-            return f"{value:,.4g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def format_count(count: float) -> str:

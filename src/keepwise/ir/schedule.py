@@ -4,7 +4,7 @@ Semantics, in four rules. They are what `simulate` checks and what `runtime` doe
 
 1. A *droppable* storage is one that autograd saves, that is an activation or temporary, that has no `keep_reason` and whose
    `saved_until` is later than its `held_until`. A droppable storage is **held** (listed in `held`: references from its birth until
-   the last read), **packed** or **offloaded**, or else **dropped**: nothing of ours holds it after forward, and each of its reads is
+   the last read), or else **dropped**: nothing of ours holds it after forward, and each of its reads is
    served by a window.
 2. A **window** replays `ops` (in index order, on private storages) immediately before moment `start`. An input of a replayed op
    is, in this order of preference: made earlier in the same replay; retained by an enclosing window; held from forward. Held
@@ -61,10 +61,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     version: int = SCHEDULE_VERSION
     held: tuple[int, ...] = ()
     """Storages that are held from forward: droppable ones that are kept, and others that a replay reads."""
-    packed: tuple[int, ...] = ()
-    """Storages held in a smaller lossless form."""
-    offloaded: tuple[int, ...] = ()
-    """Storages held on the host."""
     windows: tuple[Window, ...] = ()
     planner: str = ""
     """Name of the planner that made it."""

@@ -31,7 +31,7 @@ def droppable(step: Step) -> frozenset[int]:
 
 
 def formally_droppable(step: Step) -> frozenset[int]:
-    """Storages that `Schedule` counts as dropped unless they are listed as held, packed or offloaded."""
+    """Storages that `Schedule` counts as dropped unless they are listed as held."""
     return frozenset(s for s in step.saved_storages if not _formal_reason(step, s))
 
 

@@ -20,7 +20,7 @@ def shares_of(step: Step, schedule: Schedule) -> dict[int, float]:
 
     Complexity: linear in the replayed ops and their inputs, with sets of a window's storages as integers.
     """
-    lost = formally_droppable(step) - {*schedule.held, *schedule.packed, *schedule.offloaded}
+    lost = formally_droppable(step) - set(schedule.held)
     below: list[set[int]] = [set() for _ in schedule.windows]  # what a window and those inside it serve
     for window in reversed(schedule.windows):
         below[window.id] |= lost.intersection(window.retain)
@@ -62,7 +62,7 @@ class Remaking:
     def __init__(self, step: Step, schedule: Schedule) -> None:
         self.step = step
         self.graph = Graph(step)
-        self.held = frozenset((*schedule.held, *schedule.packed, *schedule.offloaded))
+        self.held = frozenset(schedule.held)
 
     def seconds(self, storage: int) -> float | None:
         """Seconds of the ops that lead to a saved storage from what is there when it is first read, itself left out.

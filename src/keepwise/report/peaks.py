@@ -12,7 +12,7 @@ from keepwise.report.inputs import DecisionLike, LiveLike, TimelineLike
 from keepwise.report.model import Category, Tensor
 from keepwise.report.words import short_op
 
-_AGAIN = ("replay", "retained", "unpacked")
+_AGAIN = ("replay", "retained")
 """Kinds of live things that exist because a replay runs or has run."""
 
 _ROWS = (

@@ -141,7 +141,7 @@ def compile_program(
     forward = [op for op in step.ops if op.phase == Phase.FORWARD]
     place = {op.index: k for k, op in enumerate(forward)}
     values, storages = step.values, step.storages
-    held = set(schedule.held) | set(schedule.packed) | set(schedule.offloaded)
+    held = set(schedule.held)
     roots: dict[int, int] = {}
     born: dict[int, int] = {}
     views_on: dict[int, set[int]] = {}

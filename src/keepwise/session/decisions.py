@@ -69,7 +69,7 @@ class Pack(Decision):
 
 
 class Offload(Decision):
-    """Held in host memory."""
+    """Held in host memory. No planner decides so yet."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ def decisions_of(step: Step, schedule: Schedule) -> tuple[Decision, ...]:
 
     Parameters, buffers and inputs that autograd saves are not listed: they exist anyway.
     """
-    held, packed, offloaded = set(schedule.held), set(schedule.packed), set(schedule.offloaded)
+    held = set(schedule.held)
     retained = {s for w in schedule.windows for s in w.retain}
     times = replays_of(step, schedule)
     shares = shares_of(step, schedule)
@@ -111,10 +111,6 @@ def decisions_of(step: Step, schedule: Schedule) -> tuple[Decision, ...]:
                 continue
             why = f"replayed {'once' if count == 1 else f'{count} times'} in backward, {seconds * 1e3:.2f} ms"
             found.append(Recompute(why=why, **fields))
-        elif s in packed:
-            found.append(Pack(why="held in a smaller lossless form", **fields))
-        elif s in offloaded:
-            found.append(Offload(why="held in host memory", **fields))
         else:
             found.append(Keep(why=_why_kept(step, s, s in held), is_forced=_is_forced(storage), **fields))
     found.sort(key=lambda d: step.storages[d.storage].birth)

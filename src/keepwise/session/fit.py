@@ -99,115 +99,82 @@ def fit(
     say = progress or (lambda _: None)
     check_budget(budget)
     _check_options(
-        grads=grads,
-        in_flight=in_flight,
-        on_infeasible=on_infeasible,
-        step=step,
+        model=model,
         args=args,
         kwargs=kwargs,
-        batches=batches,
         loss=loss,
+        step=step,
+        batches=batches,
+        grads=grads,
+        in_flight=in_flight,
+        disk=disk,
+        on_infeasible=on_infeasible,
         cache=cache,
+        tokens=tokens,
     )
     check_pins(pin)
-    if tokens is not None and not (isinstance(tokens, int) and tokens > 0):
-        raise UsageError(f"tokens must be a whole number above 0, got {tokens!r}")
     if host_budget is not None:
         warnings.warn("keepwise.fit: host_budget= has no effect yet: nothing is offloaded", stacklevel=2)
-    if disk is not None and not os.path.isdir(disk):
-        raise UsageError(f"disk= must be a folder that exists; {os.fspath(disk)} is none")
     ARENA.use(None if disk is None else os.fspath(disk))
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
-    if step is not None and (args is not None or kwargs):
-        raise UsageError("pass either args or step=, not both")
     all_batches = largest_first(batches) if batches is not None else [as_batch(args, kwargs)]
-    batch = all_batches[0]
     if os.environ.get("KEEPWISE") == "0":
         return _inert(model, "KEEPWISE=0 is set: the model runs as it is")
-    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise UsageError(
-            f"{lazy[0]} has no shape yet: run the model once on a batch, so that its lazy modules know theirs"
-        )
-    device = check_devices(model, batch if step is None else None)
+    _check_is_made(model)
+    device = check_devices(model, all_batches[0] if step is None else None)
     made_optimizer = make_optimizer(optimizer, model)
 
     store = PlanCache(cache) if cache is not None else None
     shapes = tuple(dict.fromkeys(key_of(b.args, b.kwargs) for b in all_batches))
     how = (type(made_optimizer).__name__, str(device), _autocast(device), code_of(step), code_of(loss), verify)
     key = (budget, planner, pin, grads, in_flight, on_infeasible, shapes, how)
+    options: dict[str, Any] = {
+        "loss": loss,
+        "grads": grads,
+        "in_flight": in_flight,
+        "planner": planner,
+        "pin": pin,
+        "on_infeasible": on_infeasible,
+        "verify": verify,
+        "tokens": tokens,
+    }
     same, *strays = _by_structure(all_batches)
-
     previous = runner_of(model)
     detach(model)
-    steppers = Steppers(model, made_optimizer)
-    afterwards = contextlib.ExitStack()
-    if step is not None:
-        afterwards.enter_context(steppers)
     try:
         found = store.find(model, key) if store is not None else None
         if found is not None:
             say("reusing a cached plan")
             return _told(found.apply(model))
-        fitting = Fitting(
-            model=model,
-            batches=same,
-            shapes=shapes,
-            step=step,
-            loss=loss,
-            optimizer=made_optimizer,
-            steppers=steppers,
-            device=device,
-            budget=budget,
-            grads=grads,
-            in_flight=in_flight,
-            planner=planner,
-            pin=pin,
-            on_infeasible=on_infeasible,
-            verify=verify,
-            tokens=tokens,
-            say=say,
-        )
-        plan = fitting.plan()
+        steppers = Steppers(model, made_optimizer)
+        with steppers if step is not None else contextlib.nullcontext():
+            fitting = Fitting(
+                model=model,
+                batches=same,
+                shapes=shapes,
+                step=step,
+                optimizer=made_optimizer,
+                steppers=steppers,
+                device=device,
+                budget=budget,
+                say=say,
+                **options,
+            )
+            plan = fitting.plan()
+        if strays:
+            options |= {"optimizer": fitting.optimizer, "disk": disk, "progress": progress}
+            limit = budget if fitting.limit is None or fitting.wants_floor else fitting.limit
+            variants = [fit(model, batches=others, budget=limit, **options) for others in strays]
+            plan = _with_variants(plan, [v for v in variants if v.status is not Status.INERT])
+            detach(model)
     except NotPlannedError as why:
         return _inert(model, str(why))
     except BaseException:
-        if previous is not None and runner_of(model) is None:
+        detach(model)
+        if previous is not None:
             attach(model, previous)
         raise
     finally:
-        afterwards.close()
         torch.clear_autocast_cache()  # else the next step under the same `with torch.autocast` would begin with weights that are cast
-    if strays:
-        try:
-            variants = [
-                fit(
-                    model,
-                    batches=others,
-                    budget=budget if fitting.limit is None or fitting.wants_floor else fitting.limit,
-                    loss=loss,
-                    optimizer=fitting.optimizer,
-                    grads=grads,
-                    in_flight=in_flight,
-                    disk=disk,
-                    planner=planner,
-                    pin=pin,
-                    on_infeasible=on_infeasible,
-                    verify=verify,
-                    tokens=tokens,
-                    progress=progress,
-                )
-                for others in strays
-            ]
-            variants = [v for v in variants if v.status is not Status.INERT]
-        except BaseException:
-            if previous is not None:
-                detach(model)
-                attach(model, previous)
-            raise
-        plan = _with_variants(plan, variants)
-        detach(model)
     plan.apply(model)
     if store is not None:
         store.add(plan, key)
@@ -227,6 +194,9 @@ def _told(plan: Plan) -> Plan:
 
 
 def _check_options(**given: Any) -> None:
+    """Raises UsageError for the first argument of `fit` that is none."""
+    if not isinstance(given["model"], nn.Module):
+        raise UsageError(f"model must be an nn.Module, got {type(given['model']).__name__}")
     for name, example in (("loss", "a function from the output to a scalar"), ("step", "a function without arguments")):
         if given[name] is not None and not callable(given[name]):
             raise UsageError(f"{name}= must be {example}, got {type(given[name]).__name__}")
@@ -237,8 +207,24 @@ def _check_options(**given: Any) -> None:
     if given["on_infeasible"] not in ("raise", "floor"):
         raise UsageError(f"on_infeasible must be 'raise' or 'floor', got {given['on_infeasible']!r}")
     check_in_flight(given["in_flight"])
-    if given["batches"] is not None and (given["args"] is not None or given["kwargs"] or given["step"] is not None):
+    tokens, disk = given["tokens"], given["disk"]
+    if tokens is not None and not (isinstance(tokens, int) and tokens > 0):
+        raise UsageError(f"tokens must be a whole number above 0, got {tokens!r}")
+    if disk is not None and not os.path.isdir(disk):
+        raise UsageError(f"disk= must be a folder that exists; {os.fspath(disk)} is none")
+    has_args = given["args"] is not None or bool(given["kwargs"])
+    if given["batches"] is not None and (has_args or given["step"] is not None):
         raise UsageError("pass batches= alone, without args, kwargs or step=")
+    if given["step"] is not None and has_args:
+        raise UsageError("pass either args or step=, not both")
+
+
+def _check_is_made(model: nn.Module) -> None:
+    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise UsageError(
+            f"{lazy[0]} has no shape yet: run the model once on a batch, so that its lazy modules know theirs"
+        )
 
 
 def _by_structure(batches: list[Batch]) -> list[list[Batch]]:

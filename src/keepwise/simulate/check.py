@@ -7,25 +7,19 @@ from itertools import pairwise
 from keepwise.ir import Schedule, Step, Window
 from keepwise.ir.schedule import NO_WINDOW
 from keepwise.simulate.errors import ScheduleError
-from keepwise.simulate.index import StepIndex
 
 
-def check_structure(step: Step, schedule: Schedule, index: StepIndex) -> None:
-    """Identifiers exist, decisions are disjoint, windows nest, ops are in order.
+def check_structure(step: Step, schedule: Schedule) -> None:
+    """Identifiers exist, windows nest, ops are in order.
 
     Raises:
         ScheduleError: the first rule that is broken.
     """
-    decided: dict[int, str] = {}
-    for name in ("held", "packed", "offloaded"):
-        for s in getattr(schedule, name):
-            if not 0 <= s < len(step.storages):
-                raise ScheduleError(f"{name} names an unknown storage", storage=s)
-            if s in decided:
-                raise ScheduleError(f"it is both {decided[s]} and {name}", storage=s)
-            if name != "held" and s not in index.droppable:
-                raise ScheduleError(f"it is {name} but is not droppable: the step holds it in any case", storage=s)
-            decided[s] = name
+    if len(set(schedule.held)) != len(schedule.held):
+        raise ScheduleError("held lists one twice")
+    for s in schedule.held:
+        if not 0 <= s < len(step.storages):
+            raise ScheduleError("held names an unknown storage", storage=s)
     children: dict[int, list[Window]] = {}
     for i, window in enumerate(schedule.windows):
         if window.id != i:

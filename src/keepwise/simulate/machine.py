@@ -6,12 +6,9 @@ Conventions (the rules of `ir.schedule`, made exact).
 2. A retained storage is charged from the end of its replay until the last read that *it* serves: a read of a dropped save is
    served by the innermost window around the read's first moment that retains the storage.
 3. The bytes of a dropped storage end at `held_until`, those of a kept one at its death, or at the last window that reads it.
-4. A packed storage is charged in full until `held_until`, then at its packed size (one bit an element for bool, else in full),
-   and in full again while a node reads it. An offloaded one likewise, with a packed size of 0.
-
-5. With `Step.in_flight` micro-batches, what one forward leaves for its backward under the schedule (storages born before the first
-   op of backward that live on, copies, generator states, packed forms) is charged `in_flight - 1` times more at every moment.
-6. A copy of a leaf that all windows share is there as long as one of them still needs it: from its op in forward, for each window,
+4. With `Step.in_flight` micro-batches, what one forward leaves for its backward under the schedule (storages born before the first
+   op of backward that live on, copies, generator states) is charged `in_flight - 1` times more at every moment.
+5. A copy of a leaf that all windows share is there as long as one of them still needs it: from its op in forward, for each window,
    through the window's `start`, and only once where those spans meet.
 
 Linear in ops, storages, saves and replayed ops, apart from sorting.
@@ -22,7 +19,6 @@ from __future__ import annotations
 import numpy as np
 
 from keepwise.ir import NO_OP, Schedule, Step
-from keepwise.ir.schedule import NO_WINDOW
 from keepwise.simulate.check import check_structure
 from keepwise.simulate.errors import ScheduleError
 from keepwise.simulate.index import StepIndex, index_of
@@ -49,22 +45,20 @@ class _Machine:
         self.given = schedule
         self.index: StepIndex = index_of(step)
         self.schedule = schedule if schedule is not None else Schedule(held=tuple(sorted(self.index.droppable)))
-        kept = {*self.schedule.held, *self.schedule.packed, *self.schedule.offloaded}
-        self.dropped = frozenset(self.index.droppable - kept)
+        self.dropped = frozenset(self.index.droppable - set(self.schedule.held))
         self.replays: list[Replay] = []
         self.charges: list[Charge] = []
         self.served: dict[tuple[int, int], int] = {}
         self.until: dict[tuple[int, int], int] = {}
 
     def run(self) -> Timeline:
-        check_structure(self.step, self.schedule, self.index)
+        check_structure(self.step, self.schedule)
         replayer = Replayer(self.step, self.schedule, self.index)
         for window in self.schedule.windows:
             self.replays.append(replayer.play(window))
         self._serve()
         ends = self._ends()
         self._charge_windows()
-        self._charge_packed()
         others = self._others(ends)
         live, before = self._live(ends, others)
         traces = self._traces(before)
@@ -87,8 +81,6 @@ class _Machine:
             replayed_ops=len(ops),
             held_bytes=sum(bytes_of[s] for s in self.schedule.held),
             dropped_bytes=sum(bytes_of[s] for s in self.dropped),
-            packed_bytes=sum(bytes_of[s] for s in self.schedule.packed),
-            offloaded_bytes=sum(bytes_of[s] for s in self.schedule.offloaded),
             static_bytes=sum(bytes_of[s] for s in leaves) + self.step.outside_bytes,
             others_bytes=others,
             served=self.served,
@@ -150,7 +142,7 @@ class _Machine:
 
     def _ends(self) -> np.ndarray:
         ends = self.index.deaths.copy()
-        lost = [*self.dropped, *self.schedule.packed, *self.schedule.offloaded]
+        lost = list(self.dropped)
         ends[lost] = self.index.held_until[lost]
         for replay in self.replays:
             for s in replay.captured:
@@ -180,7 +172,7 @@ class _Machine:
         self._charge_shared()
 
     def _charge_shared(self) -> None:
-        """Copies of leaves that all windows share (convention 6)."""
+        """Copies of leaves that all windows share (convention 5)."""
         spans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         for replay in self.replays:
             w = replay.window
@@ -197,27 +189,6 @@ class _Machine:
             for first, last, window, value in joined:
                 self._add(LiveKind.COPY, value, self.index.charge[s], LiveKind.COPY, window, first, last)
 
-    def _charge_packed(self) -> None:
-        for kind, storages in (("packed", self.schedule.packed), ("offloaded", self.schedule.offloaded)):
-            for i in storages:
-                s = self.step.storages[i]
-                values = [self.step.values[save.value] for save in self.step.saved_storages[i]]
-                full = self.index.charge[i]
-                small = 0
-                if kind == "packed":
-                    small = -(-full // 8) if all(v.dtype == "bool" for v in values) else full
-                    self._add(LiveKind.PACKED, i, small, str(s.category), NO_WINDOW, s.held_until + 1, s.saved_until)
-                if small == full:
-                    continue
-                # Two nodes that read at once share one full form: merge overlapping reads.
-                reads = sorted((r.first, r.last) for save in self.step.saved_storages[i] for r in save.reads)
-                end = s.held_until
-                for first, last in reads:
-                    first = max(first, end + 1)
-                    if last >= first:
-                        self._add(LiveKind.UNPACKED, i, full, str(s.category), NO_WINDOW, first, last)
-                        end = last
-
     def _add(self, kind: LiveKind, i: int, nbytes: int, category: str, window: int, first: int, last: int) -> None:
         live = Live(kind=kind, id=i, nbytes=nbytes, category=category, window=window)
         self.charges.append(Charge(live=live, first=first, last=last))
@@ -225,12 +196,12 @@ class _Machine:
     # ------------------------------------------------------------------ sums
 
     def _others(self, ends: np.ndarray) -> int:
-        """Bytes of the other micro-batches in flight (convention 5)."""
+        """Bytes of the other micro-batches in flight (convention 4)."""
         split = self.step.span("backward").start
         if self.step.in_flight < 2 or not split:
             return 0
         left = (self.index.births >= 0) & (self.index.births < split) & (ends >= split)
-        aside = (LiveKind.COPY, LiveKind.RNG, LiveKind.PACKED)
+        aside = (LiveKind.COPY, LiveKind.RNG)
         charges = sum(c.live.nbytes for c in self.charges if c.live.kind in aside and c.first < split <= c.last)
         return (self.step.in_flight - 1) * (int(self.index.charges[left].sum()) + charges)
 

@@ -30,9 +30,6 @@ class LiveKind(StrEnum):
     COPY = "copy"
     RNG = "rng"
     """A captured generator state."""
-    PACKED = "packed"
-    UNPACKED = "unpacked"
-    """The full form of a packed or offloaded storage, while a node reads it."""
     WORKSPACE = "workspace"
     OUTSIDE = "outside"
     IN_FLIGHT = "in flight"
@@ -124,8 +121,6 @@ class Timeline:
     held_bytes: int
     """Bytes of the droppable storages that are kept, and of others that are held for replays."""
     dropped_bytes: int
-    packed_bytes: int
-    offloaded_bytes: int
     static_bytes: int
     """Bytes that exist throughout the step, whatever is planned: leaves and what is outside."""
     others_bytes: int

@@ -6,7 +6,6 @@ steady one step later: at the start of the second it exchanges its buckets for o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,8 +42,6 @@ class Traced:
     """Attributes that a step may change and that cannot be put back."""
     hooked: tuple[str, ...]
     """Modules with hooks, which ran."""
-    seconds: float
-    """Duration of all of it."""
 
 
 def trace_steps(
@@ -76,7 +73,6 @@ def trace_steps(
     Raises:
         Exception: whatever `run` raises, after everything was put back.
     """
-    began = time.perf_counter()
     admission = admission if admission is not None else Admission(timings_for(device if device is not None else "cpu"))
     state = SavedState(model, inputs, optimizer, to_disk=spill, accumulates=False)
 
@@ -118,7 +114,6 @@ def trace_steps(
         admission=admission,
         left=tuple(state.attributes.left),
         hooked=tuple(state.attributes.hooked),
-        seconds=time.perf_counter() - began,
     )
 
 

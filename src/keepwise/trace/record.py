@@ -44,10 +44,6 @@ class Recording:
     """Modules in which `torch.utils.checkpoint` was active."""
     leaves: tuple[Leaf, ...] = ()
     """Storages that no recorded op made, where still alive: those that live on existed before the next step."""
-    overhead_seconds: float = 0.0
-    """Time spent on measuring and writing down."""
-    wall_seconds: float = 0.0
-    """Duration of the step, with that overhead."""
 
 
 def record(
@@ -119,8 +115,6 @@ def record(
         foreign_hooks=tuple(recorder.foreign_hooks),
         checkpoints=tuple(recorder.checkpoints),
         leaves=recorder.table.leaves_alive(),
-        overhead_seconds=overhead,
-        wall_seconds=wall,
     )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from keepwise._units import show_bytes
 from keepwise.estimator.answer import Estimate
 from keepwise.estimator.compute import Estimator
 from keepwise.estimator.policy import Policy, parse_policy
 from keepwise.estimator.setup import Kernels, Setup
 from keepwise.estimator.spec import Architecture, Experts
-from keepwise.estimator.units import format_bytes
 
 _TOLERANCE = 0.005  # smaller differences in peak or time are not worth a line
 
@@ -127,7 +127,7 @@ def _with(setup: Setup, option: Option) -> Setup:
 def _lost(theirs: Estimate, ours: Estimate, plain: Estimate, budget: int) -> list[str]:
     lines: list[str] = []
     if theirs.peak_bytes > budget:
-        line = f"{format_bytes(theirs.peak_bytes - budget)} over the wanted peak"
+        line = f"{show_bytes(theirs.peak_bytes - budget)} over the wanted peak"
         if ours.peak_bytes <= budget:
             line += f"; our plan keeps it at +{ours.step_seconds / plain.step_seconds - 1:.1%} time"
         lines.append(line)
@@ -136,7 +136,7 @@ def _lost(theirs: Estimate, ours: Estimate, plain: Estimate, budget: int) -> lis
         lines.append(f"{slower:.1%} of a step: it rebuilds more than the wanted peak asks for")
     unused = budget - theirs.peak_bytes
     if unused > _TOLERANCE * budget and slower > _TOLERANCE:
-        lines.append(f"{format_bytes(unused)} of the wanted peak stay unused: there is no step between")
+        lines.append(f"{show_bytes(unused)} of the wanted peak stay unused: there is no step between")
     return lines
 
 

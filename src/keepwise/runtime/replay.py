@@ -266,16 +266,18 @@ class WindowRun:
         assert calls is not None, "replay after its inputs were given up"
         calls = self._needed(calls)
         fetched: dict[int, WindowRun] = {}
-        outer: list[Tensor] = []  # what is read of enclosing runs stays until this replay is over
+        outer: list[tuple[Cell, Tensor]] = []  # what is read of enclosing runs stays until this replay is over
         used = {id(cell) for call in calls for _, cell, _ in call.sources if cell is not None}
         for run, cell in self.outer:
             if id(cell) not in used:
                 continue
             with run.lock:
-                outer.append(run._fill(cell, task))
+                outer.append((cell, run._fill(cell, task)))
             if task == -1:
                 fetched[id(run)] = run
-                cell.tensor = outer[-1]
+        if task == -1:  # only now: a run that caches nothing empties all its cells with each that is asked for
+            for cell, t in outer:
+                cell.tensor = t
         cells = list(self.cells.values())
         empty = [c for c in cells if c.tensor is None]
         try:

@@ -59,7 +59,7 @@ def test_micro_batches_in_flight_count_at_every_budget(curve: keepwise.Frontier)
 
 def test_a_budget_costs_what_fit_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overheads, "memory_seconds", lambda nbytes: overheads.MemorySeconds(0.0, 0.0))
-    monkeypatch.setattr(overheads, "watching_seconds", lambda: 1e-5)
+    monkeypatch.setattr(overheads, "watching_seconds", lambda evicted: 1e-5)
     model, x = stack(depth=5)
     point = keepwise.frontier(model, x, loss=loss, points=3).points[1]
     plan = keepwise.fit(model, x, loss=loss, budget=point.budget_bytes, verify=False)

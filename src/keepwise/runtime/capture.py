@@ -45,6 +45,7 @@ class Call:
         "grad",
         "hold_places",
         "holds",
+        "is_view",
         "kwargs",
         "makes",
         "outs",
@@ -96,6 +97,8 @@ class Call:
         """Settings that it ran under, where they are not those that its window began with."""
         self.form: Form | None = None
         """How to write the result into given memory, if that is possible."""
+        self.is_view = False
+        """Whether its results share the memory of an argument that it does not write."""
         self.makes = False
         """Whether its results have memory of their own, worth using again."""
         self.spare_bytes = spare_bytes

@@ -1,12 +1,12 @@
 """Where replays run: no gradients, no autocast, no user modes, and randomness from captured states.
 
 Notes:
-1. Recorded ops lie below autograd and below autocast, so replaying them under either would apply it twice. They also lie below the
-   layer that counts versions and remembers what a view is a view of: a view of a dead tensor would keep that object alive, and with it
-   a holder of memory that could be used again.
+1. Recorded ops lie below autograd and below autocast, so replaying them under either would apply it twice.
 2. User dispatch modes saw the op in forward; a replay is no user op and must not reach them.
 3. Ops with a generator argument replay from a private generator, and so do those that have a sibling with one (`rand_like`). The
    rest (fused kernels) draw from the default generator of the device, which is set and put back under one process-wide lock.
+4. Recorded ops also lie below the layer that remembers what a view is a view of. Above it, a view of a dead tensor would keep that
+   object alive, and with it a holder of memory that could be used again. Other ops are replayed above it, as it counts versions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_AUTOCAST = torch._C.DispatchKeySet(_AUTOCAST_KEYS[0])
 for _key in _AUTOCAST_KEYS[1:]:
     _NO_AUTOCAST = _NO_AUTOCAST | torch._C.DispatchKeySet(_key)
 
-_NO_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 DEFAULT_GENERATOR_LOCK = threading.RLock()
 
@@ -48,10 +48,15 @@ def clean() -> Iterator[None]:
         torch._C._DisableTorchDispatch(),
         torch._C.DisableTorchFunction(),
         torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_NO_VIEWS),
         torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST),
     ):
         yield
+
+
+def call_view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op that returns a view, which is to hold the memory and not the tensor that it was made of (note 4)."""
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        return func(*args, **kwargs)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

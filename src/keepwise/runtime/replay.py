@@ -32,7 +32,7 @@ import torch
 from keepwise.runtime.ambient import Ambient
 from keepwise.runtime.calls import mutates, returns_view, storage_key, tensors_out
 from keepwise.runtime.capture import Call, Cell, set_frees
-from keepwise.runtime.clean import call_with_state, clean
+from keepwise.runtime.clean import call_view, call_with_state, clean
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import Geometry, copy_whole
 from keepwise.runtime.holding import Namer, VersionStub, check_version, version_of
@@ -130,7 +130,9 @@ class WindowRun:
             return
         call.ambient = self.ambient.changed()
         call.form = form_of(call.func, result)
-        call.makes = isinstance(result, Tensor) and not returns_view(call.func) and not mutates(call.func)
+        shares, writes = returns_view(call.func), mutates(call.func)
+        call.is_view = shares and not writes
+        call.makes = isinstance(result, Tensor) and not shares and not writes
         calls.append(call)
         self.made.update(call.outs)
         self.made.discard(-1)
@@ -378,6 +380,8 @@ class WindowRun:
                 assert call.form is not None
                 self.stats.recycled_bytes_in_replays += room.nbytes
                 result = call.form.func(*call.args, **kwargs, out=room)
+            elif call.is_view:
+                result = call_view(call.func, call.args, kwargs)
             elif call.random is None:
                 result = call.func(*call.args, **kwargs)
             else:

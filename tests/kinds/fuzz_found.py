@@ -6,7 +6,7 @@ from .fuzz import Instruction, Spec
 
 
 def _spec(*blocks: str, order: tuple[int, ...] = (0,), rows: int = 4, outputs: int = 1, form: str = "") -> Spec:
-    """A program from its text: `"op 1 0 3, op 0 0 0"` is a block of two lines; a fourth number says when it runs."""
+    """A program from its text: `"op 1 0 3, op 0 0 0"` is a block of two lines."""
 
     def line(text: str) -> Instruction:
         name, *numbers = text.split()
@@ -17,14 +17,6 @@ def _spec(*blocks: str, order: tuple[int, ...] = (0,), rows: int = 4, outputs: i
 
 
 FOUND: dict[str, tuple[Spec, str]] = {
-    "what was dropped is written under the user's hooks, where plain autograd compares no versions": (
-        _spec(
-            "exponential 0 0 0, some_steps_only 0 0 0, overlapping 0 0 0, masked 0 0 0, written 4 0 0 1",
-            rows=3,
-            form="hooks",
-        ),
-        "0.6x",
-    ),
     "a replayed mask had another shape, because NumPy wrote what it hangs on": (
         _spec("numpy_written 0 0 0, rows_by_data 0 0 0", rows=5),
         "everything",

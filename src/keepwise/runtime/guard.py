@@ -21,21 +21,17 @@ Notes:
    it was not and a replay reads it, the replay gets a copy.
 8. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
    Not where another dispatch mode is around ours: it would see other ops than the user's.
-9. Under the user's own hooks plain autograd compares no versions: what was saved may be written, and what backward then reads is what
-   their pack hook made of it before. A dropped tensor is given to that hook after all, right before a write that we see.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise.runtime.calls import (
     device_of,
@@ -73,15 +69,6 @@ _graph_task = torch._C._current_graph_task_id
 _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
-class Placed(NamedTuple):
-    """Where a tensor lies on its storage."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Seen(NamedTuple):
     """A running call, as replays are to repeat it."""
 
@@ -114,8 +101,6 @@ class Guard(Watch):
         """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
         self.saved: set[int | None] = set()
         """Storages of saved tensors that are kept."""
-        self.withheld: dict[int, list[tuple[StorageWeakRef, weakref.ref[DroppedSave], Placed]]] = {}
-        """Storage -> what was dropped of it that a hook of the user's did not see (note 9)."""
         self.strange: set[int] = set()
         """Storages of results of ops that the recording does not know; only for the statistics."""
         self.recycler: Recycler | None = None
@@ -151,7 +136,6 @@ class Guard(Watch):
         self.counted = set()
         self.kept = set()
         self.saved = set()
-        self.withheld = {}
         self.strange = set()
         self.forget_all()
 
@@ -246,27 +230,11 @@ class Guard(Watch):
         if not mutates(func):
             return func(*args, **(kwargs or {}))
         written = written_tensors(func, args, kwargs)
-        self._to_be_written(written)
+        protect(written)
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self._written(written, None)
-
-    def _to_be_written(self, tensors: list[Tensor]) -> None:
-        """Save what replays and the user's hooks need of tensors before they are written."""
-        protect(tensors)
-        if not self.withheld:
-            return
-        for t in tensors:
-            for storage, weak, placed in self.withheld.pop(storage_key(t) or 0, ()):
-                save = weak()
-                if save is not None and save.pending is None and not storage.expired():
-                    with _disable_current_modes():
-                        whole = torch.empty(0, dtype=placed.dtype, device=t.device).set_(
-                            t.untyped_storage(), *placed[:3]
-                        )  # type: ignore[arg-type]
-                    save.pending = self.keep(whole)
-                    self._deviates(t)
 
     def _written(self, tensors: list[Tensor], captured: list[tuple[WindowRun, Call]] | None) -> None:
         """Note 4: tensors were written, in an op that these runs captured."""
@@ -300,7 +268,7 @@ class Guard(Watch):
             written = written_tensors(func, args, kwargs)
             if fits:
                 written += [tensors[i] for i in entry.written]
-            self._to_be_written(written)
+            protect(written)
         captured: list[tuple[WindowRun, Call]] = []
         if entry.uses and not entry.unpacks:
             if fits or not entry.mutates:
@@ -530,10 +498,6 @@ class Guard(Watch):
 
     def _drop(self, t: Tensor, view: int, window: int, run: WindowRun, cell: Cell) -> DroppedSave:
         save = DroppedSave(run, cell, t)
-        if self.foreign is not None and self.foreign[1] is not unpack and not (t.is_conj() or t.is_neg()):
-            storage = t.untyped_storage()
-            placed = Placed(int(t.storage_offset()), t.shape, t.stride(), t.dtype)
-            self.withheld.setdefault(storage._cdata, []).append((StorageWeakRef(storage), weakref.ref(save), placed))
         finisher = self.program.finished_by.get(view, -1)
         if finisher >= self.place:
             save.pending = self.keep(t)  # note 5

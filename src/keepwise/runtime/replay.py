@@ -429,7 +429,7 @@ class WindowRun:
 class DroppedSave:
     """What autograd holds for a saved tensor that the plan dropped."""
 
-    __slots__ = ("__weakref__", "cell", "pending", "run", "version")
+    __slots__ = ("cell", "pending", "run", "version")
 
     def __init__(self, run: WindowRun, cell: Cell, t: Tensor) -> None:
         self.run = run
@@ -437,8 +437,7 @@ class DroppedSave:
         self.version = VersionStub(t)
         """Note 6."""
         self.pending: Any = None
-        """A `KeptSave` until the op that finishes the tensor has been captured (it was saved before it was written); a `ForeignSave` once
-        it was written under the user's hooks."""
+        """A `KeptSave` until the op that finishes the tensor has been captured (it was saved before it was written)."""
 
     def unpack(self) -> Tensor:
         """The tensor, replayed.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import keepwise
 
@@ -104,3 +105,28 @@ def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 def batch(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def graph_nodes(value: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor, each once, in a fixed order."""
+    seen: set[Any] = set()
+    stack: list[Any] = [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(n for n, _ in node.next_functions)
+
+
+class SeenFunctions(TorchFunctionMode):
+    """Names of the functions that a mode of the user's sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))

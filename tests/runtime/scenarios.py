@@ -14,14 +14,13 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepwise
 from keepwise.ir import Phase, Schedule, Step, Window
 from keepwise.plan import get_planner
 
-from .helpers import Chain, Outcome, batch, fit, made, outcome, step, twice
+from .helpers import Chain, Outcome, SeenFunctions, batch, fit, graph_nodes, made, outcome, step, twice
 
 # ---------------------------------------------------------------------- what the guard compares
 
@@ -569,7 +568,7 @@ def graph_read_under_a_function_mode() -> None:
     for paused in (False, True):
         with plan.paused() if paused else contextlib.nullcontext():
             value = model(x)
-        with _SeenFunctions() as seen:
+        with SeenFunctions() as seen:
             for t in _saved(value):
                 assert t is not None
         names.append(seen.names)
@@ -578,15 +577,7 @@ def graph_read_under_a_function_mode() -> None:
 
 def _saved(value: Tensor) -> Iterator[Tensor]:
     """The saved results of every tanh in the graph."""
-    seen, stack = set(), [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "TanhBackward0":
-            yield node._saved_result
-        stack.extend(n for n, _ in node.next_functions)
+    return (node._saved_result for node in graph_nodes(value) if node.name() == "TanhBackward0")
 
 
 # ---------------------------------------------------------------------- where replays run
@@ -633,16 +624,6 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _SeenFunctions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(getattr(func, "__name__", str(func)))
-        return func(*args, **(kwargs or {}))
-
-
 class _Squaring(torch.autograd.Function):
     """Saves a tensor where modes for functions are on, as they are not inside of a function of PyTorch's."""
 
@@ -683,7 +664,7 @@ def modes_see_what_they_see_plainly() -> None:
     for paused in (False, True):
         with plan.paused() if paused else contextlib.nullcontext():
             for _ in range(2):  # what comes first may differ from what comes later
-                functions, forward, backward = _SeenFunctions(), _Seen(), _Seen()
+                functions, forward, backward = SeenFunctions(), _Seen(), _Seen()
                 with functions, forward:
                     value = model(x).square().mean()
                 with functions, backward:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .helpers import fit, same_bits, step, twice
+from .helpers import fit, graph_nodes, same_bits, step, twice
 
 
 class TwoStreams(nn.Module):
@@ -28,17 +28,11 @@ class TwoStreams(nn.Module):
 
 def saved(value: Tensor) -> Iterator[Tensor]:
     """What every node of the graph saved, in a fixed order."""
-    seen, stack = set(), [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(value):
         for name in sorted(n for n in dir(node) if n.startswith("_saved_")):
             t = getattr(node, name)
             if isinstance(t, Tensor):
                 yield t.detach().clone()
-        stack.extend(n for n, _ in node.next_functions)
 
 
 @pytest.mark.parametrize("planner", ["recompute_everything", "full", "every:2", "sqrt", "recursive"])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import keepwise
 from keepwise import Status
+from tests.runtime.helpers import SeenFunctions
 
 from .models import Stack, stack
 
@@ -243,17 +243,8 @@ def test_layers_that_have_no_shape_yet() -> None:
 def test_function_modes_see_nothing_of_how_a_plan_is_chosen() -> None:
     """The shapes of a batch are looked at before forward, to find the plan for its size."""
 
-    class Seen(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(getattr(func, "__name__", str(func)))
-            return func(*args, **(kwargs or {}))
-
     def names(of: nn.Module, batch: torch.Tensor) -> list[str]:
-        with Seen() as mode:
+        with SeenFunctions() as mode:
             loss(of(batch)).backward()
         return mode.names
 

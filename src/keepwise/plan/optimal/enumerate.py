@@ -11,8 +11,9 @@ of its reading nodes serve the rest from A = K + X. All pairs K <= A and all par
 
 *Small storages* (statistics of a norm, log-sum-exp) are taken as held; together they are below `SMALL_SHARE` of the stage. In the
 *bound* those weigh nothing that a replay makes anyway, nothing is charged for the outer replay's temporaries, and what a window
-reads is charged to its last saved read only; hence it is at most the optimum of the family. The *menu* is priced exactly by
-`StageProblem.evaluate`.
+reads is charged to its last saved read only; hence it is at most the optimum of the family. Nor are copies of small leaves counted:
+sets that differ in them alone would be points of their own, which `_thinned` joins at a loss that is larger than those bytes. The *menu*
+is priced exactly by `StageProblem.evaluate`.
 
 Complexity: ops x nodes^2 x 2^storages bit operations. Above `MAX_SETS` sets, those are left out that an option of the search menu
 beats however they are partitioned (`_worth`); above `MAX_PAIRS` pairs, X has at most two storages.
@@ -109,11 +110,6 @@ class _Tables:
         self.possible = np.array([graph.step.ops[o].replayable for o in self.ops])
         self.workspace = np.array([graph.step.ops[o].workspace_bytes for o in self.ops], dtype=np.float64)
         self.drawn = np.array([graph.step.ops[o].rng_bytes for o in self.ops], dtype=np.float64)
-        self.leaves = [
-            ([i for i, o in enumerate(self.ops) if s in problem.leaves.get(o, ())], float(graph.nbytes[s]))
-            for s in sorted({s for found in problem.leaves.values() for s in found})
-        ]
-        """Rows of the ops that read each leaf of which forward takes a copy, and its bytes."""
         self.relations: list[list[_Relation]] = [[] for _ in self.ops]
         for i, op in enumerate(self.ops):
             for need in graph.needs(op):
@@ -207,13 +203,6 @@ class _Tables:
         seconds = self.seconds @ need
         seconds[impossible] = np.inf
         return need, seconds
-
-    def set_aside(self, need: Sets) -> Vector:
-        """Bytes that forward sets aside for replays of the needed ops: what they draw, and copies of the leaves that they read."""
-        found = self.drawn @ need
-        for rows, nbytes in self.leaves:
-            found += nbytes * need[rows].any(axis=0)
-        return found
 
     def dropped(self, sets: Sets) -> list[tuple[int, Sets]]:
         """Columns that some replay makes, where they are not in the sets."""
@@ -352,7 +341,7 @@ def _relaxed(tables: _Tables, sets: Sets) -> tuple[Vector, Vector, Vector]:
         low = np.maximum(low, tables.at_node[n] + held[n] + dropped)
     outputs = np.array([tables.problem.storages[p] not in tables.problem.stage.outputs for p in tables.large])
     size = (tables.held_bytes * outputs) @ sets if len(outputs) else np.zeros(sets.shape[1])
-    return least, size + tables.set_aside(need), low
+    return least, size + tables.drawn @ need, low
 
 
 def _worth(tables: _Tables, sets: Sets, known: list[Option]) -> npt.NDArray[np.intp]:
@@ -374,7 +363,7 @@ class _Windows:
         self.peak: dict[tuple[int, int], Vector] = {}
         need, _ = tables.closure(tables.dropped(sets), sets)
         self.absent = tables.small_absent(need)
-        self.carried = tables.set_aside(need)
+        self.carried = tables.drawn @ need
         held = tables.held_profile(sets)
         for absent, size, at in zip(self.absent, tables.small_bytes, tables.small_nodes, strict=True):
             for n in range(max(at, default=-1) + 1):
@@ -412,7 +401,7 @@ class _Windows:
         need, seconds = tables.closure(wanted, sets)
         begun = np.zeros(count, dtype=np.bool_)
         peak = np.zeros(count)
-        inner = tables.replay_peak(need, wanted) + tables.set_aside(need)
+        inner = tables.replay_peak(need, wanted) + tables.drawn @ need
         for n in range(i, j + 1):
             fresh = np.zeros(count, dtype=np.bool_)
             for c in tables.node_reads[n]:
@@ -480,7 +469,7 @@ class _Outer:
                 node[~start[tables.node_reads[n]].all(axis=0)] = n
             used = node < len(tables.nodes)
             at = np.where(used, node, 0)
-            peak = before[at, held[part]] + tables.replay_peak(need, wanted) + tables.set_aside(need)
+            peak = before[at, held[part]] + tables.replay_peak(need, wanted) + tables.drawn @ need
             self.peak[part] = np.where(used & need.any(axis=0), peak, 0.0)
 
     @staticmethod

@@ -20,7 +20,6 @@ Complexity: sets A times the pieces' enumerations, and limits x bytes x options 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -316,14 +315,11 @@ class _Pieces:
     def _twice(self, hand: frozenset[int]) -> float:
         """Bytes that forward sets aside for replays of several pieces, as often as they were counted too often at most."""
         graph, problem = self.problem.graph, self.problem
-        count: Counter[int] = Counter()
-        leaves: Counter[int] = Counter()
+        count: dict[int, int] = {}
         for piece in self.pieces:
-            ops = self._ops(piece.own, problem.at_hand | hand)
-            count.update(ops)
-            leaves.update({s for o in ops for s in problem.leaves.get(o, ())})
-        drawn = sum(graph.drawn_bytes(o) * (n - 1) for o, n in count.items())
-        return float(drawn + sum(graph.nbytes[s] * (n - 1) for s, n in leaves.items()))
+            for o in self._ops(piece.own, problem.at_hand | hand):
+                count[o] = count.get(o, 0) + 1
+        return float(sum(graph.drawn_bytes(o) * (n - 1) for o, n in count.items()))
 
     def _points(self, hand: frozenset[int], join: _Join, choices: Iterable[frozenset[int]]) -> Iterator[_Point]:
         """The best of a join for each set of shared storages that may be held."""

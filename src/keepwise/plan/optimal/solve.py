@@ -92,11 +92,6 @@ def plan_optimal(
             if progress is not None:
                 progress("chain", _gap(bench, budget_bytes))
             _solve(bench, view, budget_bytes, began + time_limit, layers)
-        if _gap(bench, budget_bytes) > tolerance:
-            left = began + time_limit - time.perf_counter()
-            bound = bench.bound_by_reference(budget_bytes, left)
-            if bound < float("inf"):
-                bench.note_bound(budget_bytes, bound)
         for number in range(len(bench.views)):
             if _gap(bench, budget_bytes) <= tolerance:
                 break

@@ -7,11 +7,8 @@ one without cuts, in which windows may begin from any leaf. The bound is the sma
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-from msgspec.structs import replace
 
 from keepwise.ir import Schedule, Step
 from keepwise.plan.droppable import formally_droppable
@@ -96,10 +93,6 @@ class Workbench:
     _local: LocalSearch | None = None
     _climbed: set[int | None] = field(default_factory=set)
     """Budgets for which the local search was made (None: the smallest peak)."""
-    _by_reference: tuple[Programs, ...] = ()
-    """The views' programs for a bound, of the step whose replays read every leaf by reference."""
-    prepare_seconds: float = 0.0
-    """Time that the views took to build."""
     refused: int = 0
     """Schedules that the judge did not accept: none, unless the planner has a bug or a caller offers one."""
 
@@ -111,13 +104,12 @@ class Workbench:
             few = len(self.step.ops) <= MAX_BOUNDARY_OPS
             for name in (*NAMED, *(boundary_names(self.step, NUM_BOUNDARIES) if few else ())):
                 self.offer(get_planner(name).plan(self.step, None))
-        began = time.perf_counter()
-        self.views = tuple(_view(model, self._high) for model in _models(self.step))
-        self.prepare_seconds = time.perf_counter() - began
-
-    @property
-    def _high(self) -> int:
-        return self.plain.peak_bytes - self.plain.others_bytes
+        model = build_model(self.step)
+        high = self.plain.peak_bytes - self.plain.others_bytes
+        views = [_view(model, high)]
+        if model.num_stages > 1 and _is_small(model.graph):
+            views.append(_view(build_model(self.step, whole=True), high))
+        self.views = tuple(views)
 
     def offer(self, schedule: Schedule) -> Candidate | None:
         """Let the judge see a schedule; None if it is refused."""
@@ -160,22 +152,6 @@ class Workbench:
             if budget_bytes <= view.high:
                 least[number] = max(least[number], view.lower.seconds(budget_bytes))
         return max(min(least, default=0.0), proved)
-
-    def bound_by_reference(self, budget_bytes: int, seconds: float) -> float:
-        """Least added seconds if copies of leaves took no bytes; 0 where the step has none, or where it takes too long to say.
-
-        That is a bound with them, too, and a better one where many small ones keep alike stages apart.
-
-        Args:
-            budget_bytes: the budget.
-            seconds: time that is left.
-        """
-        if not self._by_reference:
-            if seconds < self.prepare_seconds or not any(s.copied for s in self.step.storages):
-                return 0.0
-            storages = tuple(replace(s, copied=False) for s in self.step.storages)
-            self._by_reference = tuple(_lower(m, self._high) for m in _models(replace(self.step, storages=storages)))
-        return min(program.seconds(budget_bytes) for program in self._by_reference)
 
     def note_bound(self, budget_bytes: int, seconds: float) -> None:
         """Remember a bound that was proved for a budget."""
@@ -267,17 +243,6 @@ def workbench(step: Step) -> Workbench:
     return table[_KEY]
 
 
-def _models(step: Step) -> Iterator[Model]:
-    model = build_model(step)
-    yield model
-    if model.num_stages > 1 and _is_small(model.graph):
-        yield build_model(step, whole=True)
-
-
-def _lower(model: Model, high: int) -> Programs:
-    return Programs(model, model.bounds, high=high, grain=_grain(model, high), rounding="down")
-
-
 def _view(model: Model, high: int) -> View:
     began = time.perf_counter()
     grain = _grain(model, high)
@@ -285,7 +250,7 @@ def _view(model: Model, high: int) -> View:
     # In a long chain, rounding up adds up to more than it saves the judge.
     long = model.num_stages >= LONG_CHAIN
     upper = near if long else Programs(model, model.menus, high=high, grain=grain, rounding="up")
-    lower = _lower(model, high)
+    lower = Programs(model, model.bounds, high=high, grain=grain, rounding="down")
     seconds = time.perf_counter() - began
     return View(model=model, upper=upper, near=near, lower=lower, high=high, build_seconds=seconds)
 

@@ -37,6 +37,7 @@ def test_the_parts_make_the_whole() -> None:
     text = str(plan)
     assert "replays +" in text
     assert "overhead " in text
+    assert "-0.0 %" not in text
 
 
 def test_memory_is_not_cheaper_new_than_old() -> None:

@@ -220,8 +220,8 @@ class Plan:
             "overhead": self.overhead_seconds,
             "memory used again": -self.saved_seconds,
         }
-        seconds = max(self.step_seconds, 1e-12)
-        return ", ".join(f"{what} {100 * n / seconds:+.1f} %" for what, n in parts.items() if n or what == "replays")
+        shares = {what: round(100 * n / max(self.step_seconds, 1e-12), 1) for what, n in parts.items()}
+        return ", ".join(f"{what} {share:+.1f} %" for what, share in shares.items() if share or what == "replays")
 
     def __str__(self) -> str:
         lines = [self.summary(), f"  {self.status.value}"]

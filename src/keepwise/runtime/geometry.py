@@ -48,6 +48,11 @@ def span(t: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
+def storage_bytes(storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """A tensor over all bytes of a storage, which it shares; as words of another dtype where they divide it."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
 def copy_whole(t: Tensor) -> Tensor:
     """A copy on a storage of its own with the same strides, also where they overlap or leave gaps; no mode sees it."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from keepwise.runtime.calls import storage_key
-from keepwise.runtime.geometry import SMALL_BYTES, copy_whole
+from keepwise.runtime.geometry import SMALL_BYTES, copy_whole, storage_bytes
 from keepwise.runtime.holding import version_of
 
 Tensor = torch.Tensor
@@ -78,4 +78,4 @@ def _are_equal(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
 def _all_bytes(storage: torch.UntypedStorage) -> Tensor:
     """As words where that is possible: comparing them takes an eighth of the time."""
     dtype = torch.int64 if storage.nbytes() % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[arg-type]
+    return storage_bytes(storage, dtype)

@@ -25,6 +25,7 @@ from keepwise.ir import Phase
 from keepwise.runtime.calls import device_of, tensors_in, tensors_out, with_tensors
 from keepwise.runtime.clean import RandomState, call_with_state, clean, generator_of, is_random
 from keepwise.runtime.digest import bytes_of
+from keepwise.runtime.geometry import storage_bytes
 from keepwise.runtime.special import is_opaque, is_python, replay_arguments, results_with_gaps
 from keepwise.trace.flops import flops_of
 from keepwise.trace.spill import Geometry, can_spill
@@ -391,11 +392,7 @@ def _same_geometry(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_storage_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_whole(a), _whole(b))
-
-
-def _whole(t: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # type: ignore[call-overload]
+    return torch.equal(storage_bytes(a.untyped_storage()), storage_bytes(b.untyped_storage()))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -14,6 +14,7 @@ import weakref
 
 import torch
 
+from keepwise.runtime.geometry import storage_bytes
 from keepwise.trace.arena import ARENA
 
 Tensor = torch.Tensor
@@ -83,11 +84,7 @@ class Copy:
         if copy is None:
             copy = torch.UntypedStorage(self.nbytes, device="cpu")
             self.into(copy)
-        return torch.equal(_as_bytes(here), _as_bytes(copy))
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+        return torch.equal(storage_bytes(here), storage_bytes(copy))
 
 
 class Geometry:

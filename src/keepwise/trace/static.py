@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from keepwise.ir import NO_OP, Category
+from keepwise.runtime.geometry import storage_bytes
 from keepwise.trace.values import ValueTable
 
 Tensor = torch.Tensor
@@ -52,7 +53,7 @@ def register(
         if not isinstance(storage, torch.UntypedStorage):
             continue
         with torch._C.DisableTorchFunction():
-            t = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            t = storage_bytes(storage)
         windows.append(t)
         if table.find(t) is None:
             found = table.add_storage(t, category=Category.INPUT, birth=NO_OP, holder="code outside of the step")

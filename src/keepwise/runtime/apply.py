@@ -182,7 +182,7 @@ class Runner:
         if chooser is None:
             with self.guard(model) as watching:
                 result = call(*args, **kwargs)
-                watching.returned(result)
+                watching.returned(result, (args, kwargs))
             return result
         with torch._C.DisableTorchFunction():  # it looks at shapes, which no mode of the user's sees
             program, key, over = chooser.choose(args, kwargs)
@@ -191,7 +191,7 @@ class Runner:
             return call(*args, **kwargs)
         with self.guard(model, program) as watching:
             result = call(*args, **kwargs)
-            watching.returned(result)
+            watching.returned(result, (args, kwargs))
         stats = watching.stats
         stats.over_budget |= chooser.learn(key, stats.saved_bytes, stats.deviation_bytes) or over
         return result

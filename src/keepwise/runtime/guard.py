@@ -21,6 +21,8 @@ Notes:
    it was not and a replay reads it, the replay gets a copy.
 8. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
    Not where another dispatch mode is around ours: it would see other ops than the user's.
+9. Under the user's own hooks on saved tensors plain autograd compares no versions, and a pair of hooks may give back what it likes: see
+   `foreign`.
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ from keepwise.runtime.calls import (
 from keepwise.runtime.capture import Call, Cell
 from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
+from keepwise.runtime.foreign import Withheld, WitnessedSave, identity_of
 from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
-from keepwise.runtime.holding import Namer, alias, version_of
+from keepwise.runtime.holding import ForeignSave, Namer, alias, version_of
+from keepwise.runtime.hooks import Hooks
 from keepwise.runtime.leaves import LeafCopies
 from keepwise.runtime.packing import pack
 from keepwise.runtime.packing import unpack as expand
@@ -101,6 +105,12 @@ class Guard(Watch):
         """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
         self.saved: set[int | None] = set()
         """Storages of saved tensors that are kept."""
+        self.withheld = Withheld()
+        """What was dropped under the user's hooks (note 9)."""
+        self.witnessed: tuple[str, int] | None = None
+        """(pair, view) of the user's hooks and a tensor whose way through them is to be watched."""
+        self.pair: tuple[Hooks, str] | None = None
+        """The pair of hooks that was looked at last, and what it is known by."""
         self.strange: set[int] = set()
         """Storages of results of ops that the recording does not know; only for the statistics."""
         self.recycler: Recycler | None = None
@@ -119,7 +129,10 @@ class Guard(Watch):
         if self.recycler is not None:
             self.recycler.clear()
             self.recycler = None
-        super().close(*exc)
+        try:
+            self._stop_watching()
+        finally:
+            super().close(*exc)
 
     def restart(self) -> None:
         """A new forward pass begins: nothing of the last one is continued."""
@@ -136,6 +149,7 @@ class Guard(Watch):
         self.counted = set()
         self.kept = set()
         self.saved = set()
+        self.withheld.prune()
         self.strange = set()
         self.forget_all()
 
@@ -205,6 +219,7 @@ class Guard(Watch):
             self.kept.discard(key)
             self.saved.discard(key)
             self.strange.discard(key)
+            self.withheld.forget(key)
 
     @staticmethod
     def _is_forward() -> bool:
@@ -230,11 +245,24 @@ class Guard(Watch):
         if not mutates(func):
             return func(*args, **(kwargs or {}))
         written = written_tensors(func, args, kwargs)
-        protect(written)
+        self._before_write(written)
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self._written(written, None)
+
+    def _stop_watching(self) -> None:
+        """Prepare for writes that we shall not see, where the user's hooks let plain autograd go on after them (note 9)."""
+        if self.withheld.entries:
+            self.withheld.hand_over_all()
+            protect([t for ref, _, _ in list(self.ids.values()) if (t := ref()) is not None])
+
+    def _before_write(self, tensors: list[Tensor]) -> None:
+        """Tensors are about to be written."""
+        protect(tensors)
+        if self.withheld.entries:
+            for t in self.withheld.hand_over(tensors):
+                self._deviates(t)
 
     def _written(self, tensors: list[Tensor], captured: list[tuple[WindowRun, Call]] | None) -> None:
         """Note 4: tensors were written, in an op that these runs captured."""
@@ -268,7 +296,7 @@ class Guard(Watch):
             written = written_tensors(func, args, kwargs)
             if fits:
                 written += [tensors[i] for i in entry.written]
-            protect(written)
+            self._before_write(written)
         captured: list[tuple[WindowRun, Call]] = []
         if entry.uses and not entry.unpacks:
             if fits or not entry.mutates:
@@ -463,7 +491,7 @@ class Guard(Watch):
                 window = program.drops_by_view.get(view)
             if window is not None:
                 run = self.runs[window]
-                cell = self._cell(run, view, t)
+                cell = self._cell(run, view, t) if self.foreign is None or self._may_be_left_out(view, t) else None
                 if run is not None and cell is not None:
                     return self._drop(t, view, window, run, cell)
                 stats.num_deviations += 1
@@ -477,8 +505,13 @@ class Guard(Watch):
         return None
 
     @unseen
-    def returned(self, result: Any) -> None:
-        """Forward is over; note 7."""
+    def returned(self, result: Any, given: Any = ()) -> None:
+        """Forward is over; notes 7 and 9.
+
+        Args:
+            result: what it returned.
+            given: its arguments.
+        """
         if all(run is None or not run.held for run in self.runs):
             return
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -488,6 +521,8 @@ class Guard(Watch):
                     continue
                 self._deviates(t)
                 protect([t])
+            if self.withheld.entries:
+                protect([t for t in _pytree.tree_leaves(given) if isinstance(t, Tensor)])
 
     def _deviates(self, t: Tensor) -> None:
         """Count a tensor that is held because the step differs."""
@@ -505,12 +540,39 @@ class Guard(Watch):
         elif self._is_compared(view):
             with torch._C._DisableTorchDispatch():
                 cell.digest = digest(t)
+        hooks = self.users_hooks()
+        if hooks is not None:
+            self.withheld.add(save, t, hooks)
         self.stats.num_dropped += 1
         root = self.program.roots[view]
         if (window, root) not in self.counted:
             self.counted.add((window, root))
             self.stats.dropped_bytes += self.program.nbytes[view]
         return save
+
+    def _may_be_left_out(self, view: int, t: Tensor) -> bool:
+        """Whether the user's hooks may be spared a tensor (note 9)."""
+        hooks = self.users_hooks()
+        if hooks is None:
+            return True
+        if self.program.finished_by.get(view, -1) >= self.place or t.is_conj() or t.is_neg():
+            return False
+        if self.pair is None or self.pair[0] is not hooks:
+            self.pair = hooks, identity_of(hooks)
+        pair = self.pair[1]
+        if (pair, view) in self.program.trust:
+            return True
+        self.stats.differs("hooks of your own on saved tensors, which never gave back yet what they are given here")
+        self.witnessed = pair, view
+        return False
+
+    def keep(self, t: Tensor) -> Any:
+        """Hold a saved tensor as plain autograd would."""
+        witnessed, self.witnessed = self.witnessed, None
+        saved = super().keep(t)
+        if witnessed is None or type(saved) is not ForeignSave:
+            return saved
+        return WitnessedSave(saved, t, self.program.trust, *witnessed)
 
     def _is_compared(self, view: int) -> bool:
         return self.stats.auditing and view not in self.program.with_gaps

@@ -16,6 +16,7 @@ from typing import Any
 from keepwise.ir import NO_OP, Phase, Schedule, Spare, Step, Window
 from keepwise.runtime.calls import mutates, resolve, returns_view
 from keepwise.runtime.clean import is_random
+from keepwise.runtime.foreign import Trust
 from keepwise.runtime.reuse import out_form
 from keepwise.runtime.special import results_with_gaps
 
@@ -104,6 +105,8 @@ class Program:
     """Views whose replay was seen to equal the original, in whichever program of the same step; shared by all of those."""
     with_gaps: frozenset[int] = frozenset()
     """Views on results that equal their replay but for bytes that nobody wrote: they cannot be compared."""
+    trust: Trust = field(default_factory=Trust)
+    """What the user's own hooks give back as it was."""
     num_checks: int = 0
     """Steps that were audited because some view that it drops is not proven."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
@@ -264,6 +267,7 @@ def compile_program(
             for op, entry in zip(forward, ops, strict=True)
             if entry.into is not None and op.outputs and op.outputs[0] >= 0
         },
+        trust=Trust(step.hooks),
         with_gaps=frozenset(entry.outs[i] for entry in ops for i in results_with_gaps(entry.func)),
     )
     for (window, storage), borrower in (spare.loans if spare is not None else {}).items():

@@ -429,7 +429,7 @@ class WindowRun:
 class DroppedSave:
     """What autograd holds for a saved tensor that the plan dropped."""
 
-    __slots__ = ("cell", "pending", "run", "version")
+    __slots__ = ("__weakref__", "cell", "pending", "run", "version")
 
     def __init__(self, run: WindowRun, cell: Cell, t: Tensor) -> None:
         self.run = run
@@ -437,7 +437,8 @@ class DroppedSave:
         self.version = VersionStub(t)
         """Note 6."""
         self.pending: Any = None
-        """A `KeptSave` until the op that finishes the tensor has been captured (it was saved before it was written)."""
+        """A `KeptSave` until the op that finishes the tensor has been captured (it was saved before it was written); a `ForeignSave` from
+        the moment at which the user's hooks got it after all."""
 
     def unpack(self) -> Tensor:
         """The tensor, replayed.

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from keepwise.runtime import aside, originals
 from keepwise.runtime.calls import in_shadow, is_shadow, storage_key, tensors_out
 from keepwise.runtime.geometry import Geometry
-from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, TracedSave, alias_in_pack
+from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, TracedSave
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
 from keepwise.runtime.replay import DroppedSave
 from keepwise.runtime.stats import StepStats
@@ -57,6 +57,13 @@ class Watch(TorchDispatchMode):
         self.passes_on = False
         """Whether they must see every saved tensor."""
         self.is_entered = False
+
+    def users_hooks(self) -> Hooks | None:
+        """The user's pair that sees what we keep; None if there is none."""
+        hooks = self.foreign
+        while hooks is not None and hooks[1] is unpack:  # of a region or plan around us
+            hooks = hooks[0].__self__.foreign  # type: ignore[attr-defined]
+        return hooks
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -192,7 +199,7 @@ class Watch(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
         with _disable_current_modes():  # what the user's hook does is no part of the step that was recorded
-            return ForeignSave(foreign[0](alias_in_pack(t)), foreign[1])
+            return ForeignSave(foreign[0](t), foreign[1])
 
 
 def _clones_before_writes(hooks: Hooks | None) -> bool:
@@ -234,7 +241,9 @@ def of_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 @unseen
 def unpack(saved: KeptSave | DroppedSave | ForeignSave | TracedSave) -> Tensor:
     """Hook: the saved tensor again."""
-    if type(saved) is ForeignSave:
+    if type(saved) is DroppedSave and saved.pending is not None:
+        saved = saved.pending
+    if isinstance(saved, ForeignSave):
         return saved.unpack()
     with torch._C.DisableTorchFunction():
         return saved.unpack()

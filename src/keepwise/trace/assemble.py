@@ -28,6 +28,7 @@ def assemble(recorder: Recorder, *, device: str, seconds: float) -> Step:
         values=tuple(recorder.table.values),
         storages=_storages(recorder),
         saves=saves,
+        hooks=tuple(recorder.saved.pairs),
         seconds=seconds,
         notes=_notes(recorder),
     )

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from keepwise.ir import NO_OP
 from keepwise.runtime import originals
 from keepwise.runtime.calls import in_shadow
+from keepwise.runtime.foreign import identity_of
 from keepwise.runtime.holding import TracedSave
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
 from keepwise.runtime.packing import packed_price
@@ -65,8 +66,12 @@ class SavedTensors:
         self._restored: tuple[WeakTensor, TensorObject] | None = None
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
         self._handles: set[weakref.ref[Saved]] = set()
+        self.pairs: dict[str, None] = {}
+        """Pairs of the user's that were around the model."""
         self._outer: list[Hooks | None] = []
         """For each running call of the model: the user's hooks that ours lie on."""
+        self._around: Hooks | None = None
+        """The user's hooks around all that is recorded."""
 
     # ------------------------------------------------------------------ for the mode
 
@@ -106,6 +111,8 @@ class SavedTensors:
             incarnation.draft.packed = None
             for saved in tuple(self._packed.get(incarnation.draft.id, ())):
                 saved.copy = self._copy(storage, incarnation)
+                if saved.foreign is not None:
+                    incarnation.draft.keep("written after the user's own hooks got it")
         if written:
             for saved, ref in self._fresh:
                 t = ref()
@@ -114,8 +121,12 @@ class SavedTensors:
         self._fresh.clear()
 
     def model_begins(self) -> bool:
-        """The model's forward begins: be innermost (note 5). Whether hooks of the user's were."""
+        """The model's forward begins: be innermost (note 5). Whether hooks of the user's are around it."""
         top = innermost_hooks()
+        if self.are_innermost() and self._around is not None:
+            self._outer.append(None)
+            self.pairs[identity_of(self._around)] = None
+            return True
         if (
             top is None
             or self.are_innermost()
@@ -125,6 +136,7 @@ class SavedTensors:
             self._outer.append(None)
             return False
         self._outer.append(top)
+        self.pairs[identity_of(top)] = None
         push(self.pack, self.unpack)
         return True
 
@@ -164,10 +176,10 @@ class SavedTensors:
                         draft.packed = packed_price(t)
             self._fresh.append((saved, weakref.ref(t)))
             self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
-            outer = self._outer[-1] if self._outer else None
+            outer = (self._outer[-1] if self._outer else None) or self._around
             if outer is not None:
                 with _disable_current_modes():
-                    saved.foreign = (outer[0](_detached(t)), outer[1])
+                    saved.foreign = (outer[0](t), outer[1])
             return saved
 
     @unseen
@@ -271,6 +283,8 @@ class SavedTensors:
         originals.install()
         disable, enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
         aside = False
+        around = innermost_hooks()
+        self._around = around if around is None or not is_checkpoint(around[0]) else None
 
         def step_aside(*args: Any) -> None:
             nonlocal aside

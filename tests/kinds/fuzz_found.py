@@ -5,18 +5,37 @@ from __future__ import annotations
 from .fuzz import Instruction, Spec
 
 
-def _spec(*blocks: str, order: tuple[int, ...] = (0,), rows: int = 4, outputs: int = 1, form: str = "") -> Spec:
-    """A program from its text: `"op 1 0 3, op 0 0 0"` is a block of two lines."""
+def _spec(
+    *blocks: str,
+    order: tuple[int, ...] = (0,),
+    rows: int = 4,
+    outputs: int = 1,
+    form: str = "",
+    from_args: bool = False,
+) -> Spec:
+    """A program from its text: `"op 1 0 3, op 0 0 0"` is a block of two lines; a fourth number says when it runs."""
 
     def line(text: str) -> Instruction:
         name, *numbers = text.split()
         return Instruction(name, *map(int, numbers))
 
     lines = tuple(tuple(line(text) for text in block.split(",") if text) for block in blocks)
-    return Spec(lines, order, (rows,) * 3, outputs, form)
+    return Spec(lines, order, (rows,) * 3, outputs, form, from_args=from_args)
 
 
 FOUND: dict[str, tuple[Spec, str]] = {
+    "what was dropped is written under the user's hooks, where plain autograd compares no versions": (
+        _spec(
+            "exponential 0 0 0, some_steps_only 0 0 0, overlapping 0 0 0, masked 0 0 0, written 4 0 0 1",
+            rows=3,
+            form="hooks",
+        ),
+        "0.6x",
+    ),
+    "the write that finishes what was saved before it is none that the user's hooks may miss": (
+        _spec("set_elsewhere 0 0 0, leaky_noise 0 0 0", rows=3, form="hooks", from_args=True),
+        "min",
+    ),
     "a replayed mask had another shape, because NumPy wrote what it hangs on": (
         _spec("numpy_written 0 0 0, rows_by_data 0 0 0", rows=5),
         "everything",

@@ -116,6 +116,8 @@ class Withheld:
 
     def __init__(self) -> None:
         self.entries: dict[int, list[_Entry]] = {}
+        self.is_used = False
+        """Whether there ever were any."""
 
     def add(self, save: DroppedSave, t: Tensor, hooks: Hooks) -> None:
         """`save` stands for `t`, which these hooks would have got."""
@@ -123,6 +125,7 @@ class Withheld:
         place = (int(t.storage_offset()), t.shape, t.stride())
         entry = _Entry(StorageWeakRef(storage), weakref.ref(save), weakref.ref(t), place, t.dtype, hooks)
         self.entries.setdefault(storage._cdata, []).append(entry)
+        self.is_used = True
 
     def forget(self, storage: int) -> None:
         """A storage begins a new life."""

@@ -253,7 +253,7 @@ class Guard(Watch):
 
     def _stop_watching(self) -> None:
         """Prepare for writes that we shall not see, where the user's hooks let plain autograd go on after them (note 9)."""
-        if self.withheld.entries:
+        if self.withheld.is_used:
             self.withheld.hand_over_all()
             protect([t for ref, _, _ in list(self.ids.values()) if (t := ref()) is not None])
 
@@ -521,7 +521,7 @@ class Guard(Watch):
                     continue
                 self._deviates(t)
                 protect([t])
-            if self.withheld.entries:
+            if self.withheld.is_used:
                 protect([t for t in _pytree.tree_leaves(given) if isinstance(t, Tensor)])
 
     def _deviates(self, t: Tensor) -> None:

@@ -29,6 +29,7 @@ FOUND: dict[str, tuple[Spec, str]] = {
             "exponential 0 0 0, some_steps_only 0 0 0, overlapping 0 0 0, masked 0 0 0, written 4 0 0 1",
             rows=3,
             form="hooks",
+            from_args=True,
         ),
         "0.6x",
     ),

@@ -198,8 +198,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     is there `in_flight - 1` times more, throughout the step."""
     notes: tuple[str, ...] = ()
     """What the trace wants a user to know, one sentence each."""
-    hooks: tuple[str, ...] = ()
-    """Pairs of the user's own hooks on saved tensors that were around the model: what they change is kept."""
+    hooks: tuple[tuple[str, bool], ...] = ()
+    """Pairs of the user's own hooks on saved tensors that were around the model, and whether they gave back what they were given."""
 
     def to_json(self) -> bytes:
         """Versioned JSON, stable across releases of the same version."""

@@ -2,8 +2,9 @@
 
 Notes:
 1. What is kept passes through them as in a plain step. What is dropped does not: its replay gives what was saved, and so does a pair
-   of hooks that only stores tensors elsewhere. A pair may also change them (a lossy store, other strides). So a tensor is dropped
-   only after this pair has given it back as it was: in the step that `fit` recorded, or in one that kept it for that reason.
+   of hooks that only stores tensors elsewhere. A pair may also change them: their strides, or their values (a lossy store). So a tensor
+   is dropped only after this pair has given it back as it was, in the step that `fit` recorded or in one that kept it for that reason,
+   and under a pair that changed the values of any tensor nothing is: others may come back as they were by accident.
 2. Under hooks plain autograd compares no versions. What was saved may be written, and backward reads what the pack hook made of it
    before: of a copy the old values, of an alias the new ones. So that hook gets a dropped tensor after all, with the content that was
    saved, before anything can be written: when a write comes that we see, or, where its storage is still alive then, when we stop
@@ -51,19 +52,27 @@ _DEEPEST = 4
 class Trust:
     """Which saved tensors which pairs of hooks give back as they were (note 1)."""
 
-    def __init__(self, pairs: Iterable[str] = ()) -> None:
-        self.pairs = frozenset(pairs)
-        """Were around the model when the step was recorded: what they change is kept anyway."""
+    def __init__(self, pairs: Iterable[tuple[str, bool]] = ()) -> None:
+        """`pairs` were around the model when the step was recorded, and were lossless or not."""
+        seen = dict(pairs)
+        self.pairs = {pair for pair, is_lossless in seen.items() if is_lossless}
+        """What these gave back in another form is kept anyway."""
+        self.lossy = seen.keys() - self.pairs
+        """Gave back other values at least once: where they did not, it was by accident."""
         self.same: set[tuple[str, int]] = set()
         """(pair, view) that came back."""
         self.changed: set[tuple[str, int]] = set()
         """(pair, view) that came back as something else, at least once."""
 
-    def came_back(self, pair: str, view: int, *, is_same: bool) -> None:
+    def came_back(self, pair: str, view: int, *, is_same: bool, is_lossy: bool) -> None:
         """Note what a pair made of a view."""
         (self.same if is_same else self.changed).add((pair, view))
+        if is_lossy:
+            self.lossy.add(pair)
 
     def __contains__(self, item: tuple[str, int]) -> bool:
+        if item[0] in self.lossy:
+            return False
         return item[0] in self.pairs or (item in self.same and item not in self.changed)
 
 
@@ -85,14 +94,15 @@ class WitnessedSave(ForeignSave):
         t = super().unpack()
         if self.version.is_current():  # else nobody knows what had to come back, and the tensor stays kept (note 3)
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                is_same = type(t) is Tensor and _form(t) == self.form and digest(t) == self.digest
-            self.trust.came_back(self.pair, self.view, is_same=is_same)
+                form = _form(t)
+                is_lossy = form[:3] != self.form[:3] or digest(t) != self.digest
+            self.trust.came_back(self.pair, self.view, is_same=form == self.form and not is_lossy, is_lossy=is_lossy)
         return t
 
 
 def _form(t: Tensor) -> tuple[Any, ...]:
     is_usual = t.layout is torch.strided and not t.is_quantized
-    return (t.shape, t.dtype, t.device, t.stride(), t.is_conj(), t.is_neg()) if is_usual else (t.layout,)
+    return (t.shape, t.dtype, t.device, t.stride(), type(t), t.is_conj(), t.is_neg()) if is_usual else (t.layout,)
 
 
 class _Entry(NamedTuple):

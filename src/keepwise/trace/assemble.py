@@ -28,7 +28,7 @@ def assemble(recorder: Recorder, *, device: str, seconds: float) -> Step:
         values=tuple(recorder.table.values),
         storages=_storages(recorder),
         saves=saves,
-        hooks=tuple(recorder.saved.pairs),
+        hooks=tuple(recorder.saved.pairs.items()),
         seconds=seconds,
         notes=_notes(recorder),
     )

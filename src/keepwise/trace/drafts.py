@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from keepwise.ir import NO_OP, Phase
+from keepwise.runtime.hooks import Hooks
 from keepwise.trace.admission import Effects
 from keepwise.trace.spill import Copy, Geometry
 from keepwise.trace.values import Incarnation, StorageDraft
@@ -82,7 +82,7 @@ class Saved:
         """The tensor itself, where it is held anyway or cannot be copied away."""
         self.copy: Copy | None = None
         self.geometry: Geometry | None = None
-        self.foreign: tuple[Any, Callable[[Any], Tensor]] | None = None
+        self.foreign: tuple[Hooks, Any] | None = None
         """What the user's own hooks made of it, and how they undo that."""
 
 

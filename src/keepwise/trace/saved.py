@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from keepwise.ir import NO_OP
 from keepwise.runtime import originals
 from keepwise.runtime.calls import in_shadow
+from keepwise.runtime.digest import digest
 from keepwise.runtime.foreign import identity_of
 from keepwise.runtime.holding import TracedSave
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
@@ -38,12 +39,13 @@ from keepwise.trace.admission import same_bytes
 from keepwise.trace.drafts import OpDraft, Saved, SaveDraft, Visits, WeakTensor, current_node
 from keepwise.trace.paths import PathTracker, source_line
 from keepwise.trace.spill import Copy, Geometry, can_spill
-from keepwise.trace.values import Incarnation, TensorObject, ValueTable, storage_of
+from keepwise.trace.values import Incarnation, StorageDraft, TensorObject, ValueTable, storage_of
 
 Tensor = torch.Tensor
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+_WRITTEN_LATER = "written after the user's own hooks got it"
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -66,8 +68,10 @@ class SavedTensors:
         self._restored: tuple[WeakTensor, TensorObject] | None = None
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
         self._handles: set[weakref.ref[Saved]] = set()
-        self.pairs: dict[str, None] = {}
-        """Pairs of the user's that were around the model."""
+        self.pairs: dict[str, bool] = {}
+        """Pairs of the user's that were around the model -> whether all that they gave back was what they had been given."""
+        self._passed: dict[int, StorageDraft] = {}
+        """Storages of what they were given."""
         self._outer: list[Hooks | None] = []
         """For each running call of the model: the user's hooks that ours lie on."""
         self._around: Hooks | None = None
@@ -112,7 +116,7 @@ class SavedTensors:
             for saved in tuple(self._packed.get(incarnation.draft.id, ())):
                 saved.copy = self._copy(storage, incarnation)
                 if saved.foreign is not None:
-                    incarnation.draft.keep("written after the user's own hooks got it")
+                    incarnation.draft.keep(_WRITTEN_LATER)
         if written:
             for saved, ref in self._fresh:
                 t = ref()
@@ -125,7 +129,7 @@ class SavedTensors:
         top = innermost_hooks()
         if self.are_innermost() and self._around is not None:
             self._outer.append(None)
-            self.pairs[identity_of(self._around)] = None
+            self.pairs.setdefault(identity_of(self._around), True)
             return True
         if (
             top is None
@@ -136,7 +140,7 @@ class SavedTensors:
             self._outer.append(None)
             return False
         self._outer.append(top)
-        self.pairs[identity_of(top)] = None
+        self.pairs.setdefault(identity_of(top), True)
         push(self.pack, self.unpack)
         return True
 
@@ -178,8 +182,9 @@ class SavedTensors:
             self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
             outer = (self._outer[-1] if self._outer else None) or self._around
             if outer is not None:
+                self._passed[draft.id] = draft
                 with _disable_current_modes():
-                    saved.foreign = (outer[0](t), outer[1])
+                    saved.foreign = (outer, outer[0](t))
             return saved
 
     @unseen
@@ -231,13 +236,18 @@ class SavedTensors:
     def _returned(self, saved: Saved, t: Tensor, entry: TensorObject) -> tuple[Tensor, TensorObject]:
         """What the user's own hooks give back (note 5)."""
         assert saved.foreign is not None
-        packed, unpack = saved.foreign
+        hooks, packed = saved.foreign
         with _disable_current_modes():
-            back = unpack(packed)
+            back = hooks[1](packed)
             if _is_same(t, back):
                 return t, entry
-        draft, table = saved.incarnation.draft, self._table
+            draft, table = saved.incarnation.draft, self._table
+            is_lossy = draft.keep_reason != _WRITTEN_LATER and not _has_same_values(t, back)
         draft.keep("the user's own hooks on saved tensors change it")
+        if is_lossy:  # then it is by accident that other tensors come back as they were
+            self.pairs[identity_of(hooks)] = False
+            for passed in self._passed.values():
+                passed.keep("the user's own hooks on saved tensors change others")
         incarnation = table.find(back) or table.add_copy(back, draft, len(draft.writers))
         return back, table.bind(back, incarnation, producer=NO_OP, like=entry)
 
@@ -332,6 +342,11 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     if not can_spill(a) or not can_spill(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     return a.stride() == b.stride() and same_bytes(a, b)
+
+
+def _has_same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether only their strides differ."""
+    return can_spill(a) and can_spill(b) and a.device == b.device and digest(a) == digest(b)
 
 
 def _detached(t: Tensor) -> Tensor:

@@ -4,8 +4,11 @@
 Inside a model that works plainly they must work under a plan, so ours are taken off for as long as hooks are forbidden and
 put back afterwards; what is saved in between is held by autograd itself.
 
-The two functions of PyTorch that switch hooks off and on are wrapped, once for the process. Where the innermost hooks are not ours
-the wrappers do what they wrap and nothing else. What was taken off is remembered for each thread, as the hooks themselves are.
+User code that takes off a pair of its own which lies below ours (entered before forward, left in it) means that one, not ours.
+
+The functions of PyTorch that switch hooks off and on, and the one that pops a pair, are wrapped, once for the process. Where the
+innermost hooks are not ours the wrappers do what they wrap and nothing else. What was taken off is remembered for each thread, as the
+hooks themselves are.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ def install() -> None:
         if _autograd._saved_tensors_hooks_disable is not _wrapper:
             disable, enable = _wrapped(_autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable)
             _autograd._saved_tensors_hooks_enable = enable
+            _autograd._pop_saved_tensors_default_hooks = _pops_the_users
             _autograd._saved_tensors_hooks_disable = _wrapper = disable
 
 
@@ -67,6 +71,16 @@ def _take_off() -> list[tuple[Any, Any]]:
             return taken
         taken.append((top[0], top[1]))
         pop()
+
+
+def _pops_the_users() -> None:
+    taken = _take_off()
+    try:
+        pop()
+    finally:
+        if taken:
+            taken[-1][0].__self__.lies_on(innermost_hooks())
+        _put_back(taken)
 
 
 def _put_back(taken: list[tuple[Any, Any]]) -> None:

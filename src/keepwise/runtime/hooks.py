@@ -58,11 +58,8 @@ innermost_hooks: Callable[[], Hooks | None] = _told if _top is not None else _sh
 """The pair that sees what is saved now; None if there is none."""
 
 
-def push(pack: Any, unpack: Any) -> None:
-    """Put a pair on top."""
-    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
+"""Put a pair on top."""
 
-
-def pop() -> None:
-    """Take the top pair off."""
-    _autograd._pop_saved_tensors_default_hooks()
+pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+"""Take the top pair off, whoever's it is (see `aside` for what the user's own code calls)."""

@@ -57,6 +57,8 @@ class Watch(TorchDispatchMode):
         self.passes_on = False
         """Whether they must see every saved tensor."""
         self.is_entered = False
+        self.num_pushed = 0
+        """How often our pair is on the stack."""
 
     def users_hooks(self) -> Hooks | None:
         """The user's pair that sees what we keep; None if there is none."""
@@ -75,13 +77,13 @@ class Watch(TorchDispatchMode):
         originals.install()
         self.foreign = innermost_hooks()
         self.passes_on = _clones_before_writes(self.foreign)
-        push(self.pack, unpack)
+        self._push()
         try:
             self.is_entered = True
             return super().__enter__()
         except BaseException:
             self.is_entered = False
-            pop()
+            self._take_off()
             raise
 
     def __exit__(self, *exc: Any) -> None:
@@ -95,9 +97,8 @@ class Watch(TorchDispatchMode):
             if modes and modes[-1] is self:
                 super().__exit__(*exc)
         finally:
-            top = innermost_hooks()
-            if top is not None and top[1] is unpack and getattr(top[0], "__self__", None) is self:
-                pop()
+            while self.num_pushed:
+                self._take_off()
             self.ids.clear()
             self.lying.clear()
 
@@ -109,12 +110,32 @@ class Watch(TorchDispatchMode):
             yield
             return
         outer, self.foreign, self.passes_on = self.foreign, top, _clones_before_writes(top)
-        push(self.pack, unpack)
+        self._push()
         try:
             yield
         finally:
-            pop()
+            self._take_off()
             self.foreign, self.passes_on = outer, _clones_before_writes(outer)
+
+    def lies_on(self, hooks: Hooks | None) -> None:
+        """What is around ours is this pair from now on."""
+        self.foreign, self.passes_on = hooks, _clones_before_writes(hooks)
+
+    def _push(self) -> None:
+        self.num_pushed += 1
+        push(self.pack, unpack)
+
+    def _take_off(self) -> None:
+        """Take our innermost pair off, also from under pairs that the user pushed in forward and left there."""
+        self.num_pushed -= 1
+        above: list[Hooks] = []
+        while (top := innermost_hooks()) is not None:
+            pop()
+            if top[1] is unpack and getattr(top[0], "__self__", None) is self:
+                break
+            above.append(top)
+        for hooks in reversed(above):
+            push(*hooks)
 
     def view_of(self, t: Tensor) -> int:
         """View id of a tensor object that was made or bound in this frame; -1 if unknown."""

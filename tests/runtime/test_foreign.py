@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import keepwise
 from keepwise.runtime.foreign import identity_of
+from keepwise.runtime.hooks import innermost_hooks
 
 Tensor = torch.Tensor
 Around = Callable[[], Any]
@@ -151,6 +152,86 @@ def test_hooks_that_come_after_the_plan_was_made_see_or_do_not_miss_what_is_save
         assert dropped[1] > 0
     else:
         assert dropped[1:3] == [0, 0]
+
+
+def _inside(model: Net, i: int, entered: dict[str, Any]) -> None:
+    """Hooks that are entered in the second forward and left in the third."""
+    if i == 1:
+        entered["hooks"] = _rounding()
+        entered["hooks"].__enter__()
+    if i == 2:
+        entered["hooks"].__exit__()
+
+
+def _fails(t: Tensor) -> Any:
+    raise ValueError("full")
+
+
+def _raising(i: int) -> saved_tensors_hooks:
+    return saved_tensors_hooks(_fails if i == 1 else torch.Tensor.detach, _fails if i == 2 else torch.clone)
+
+
+def _of_other_form(i: int) -> saved_tensors_hooks:
+    unpacks: tuple[Any, ...] = (torch.clone, torch.Tensor.double, torch.Tensor.flatten, lambda t: 3)
+    return saved_tensors_hooks(torch.Tensor.detach, unpacks[i])
+
+
+def _writing_pack(i: int) -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda t: t.detach().mul_(1 + i), lambda t: t)
+
+
+def _nested(i: int) -> Any:
+    both = contextlib.ExitStack()
+    both.enter_context(_rounding())
+    both.enter_context(_copying() if i < 2 else torch.autograd.graph.save_on_cpu())
+    return both
+
+
+def _outcome(model: Net, around: Around) -> list[Any]:
+    try:
+        return _step(model, around)
+    except Exception as error:
+        return [type(error), str(error)]
+
+
+def _equal(got: list[Any], want: list[Any]) -> bool:
+    pairs = list(zip(got, want, strict=True))
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", [_raising, _of_other_form, _writing_pack, _nested])
+def test_hooks_that_change_from_step_to_step(kind: Callable[[int], Any]) -> None:
+    plain, model = _made(), _made()
+    with _quiet():
+        keepwise.fit(model, torch.ones(4, 8), loss=lambda out: out.square().sum(), planner="recompute_everything")
+        for i in range(4):
+            around = functools.partial(kind, i)
+            assert _equal(_outcome(model, around), _outcome(plain, around)), i
+
+
+@pytest.mark.parametrize("where", [(True, True), (True, False), (False, True)])
+def test_hooks_that_are_entered_in_one_forward_and_left_in_another_or_outside(where: tuple[bool, bool]) -> None:
+    results = []
+    for planned in (False, True):
+        model, entered, step = _made(), {}, [0]
+
+        def change(inside: bool, model: Net = model, step: list[int] = step, entered: dict[str, Any] = entered) -> None:
+            if step[0] in (1, 2) and where[step[0] - 1] == inside:
+                _inside(model, step[0], entered)
+
+        with _quiet():
+            if planned:
+                keepwise.fit(
+                    model, torch.ones(4, 8), loss=lambda out: out.square().sum(), planner="recompute_everything"
+                )
+            model.first.register_forward_hook(lambda *_, change=change: change(True))
+            for i in range(4):
+                step[0] = i
+                change(False)
+                results.append(_step(model, contextlib.nullcontext))
+        assert innermost_hooks() is None
+    assert all(_equal(a, b) for a, b in zip(results[:4], results[4:], strict=True))
+    assert not torch.equal(results[1][1], results[3][1])
 
 
 def test_another_precision_of_the_same_hooks_is_another_pair() -> None:

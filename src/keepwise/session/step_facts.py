@@ -53,6 +53,11 @@ def notes_of(traced: Traced) -> list[str]:
         notes.append(
             f"the user's own saved-tensor hooks are active in {listed(recording.foreign_hooks)}: "
             "kept tensors pass through them, dropped ones do not"
+            + (
+                ""
+                if all(same for _, same in recording.step.hooks)
+                else ", and they change values, so nothing is dropped under them"
+            )
         )
     if traced.left:
         shown = ", ".join(traced.left[:4]) + (", ..." if len(traced.left) > 4 else "")

@@ -49,7 +49,7 @@ from keepwise.runtime.calls import (
 from keepwise.runtime.capture import Call, Cell
 from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
-from keepwise.runtime.foreign import Withheld, WitnessedSave, identity_of
+from keepwise.runtime.foreign import WitnessedSave, identity_of
 from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
 from keepwise.runtime.holding import ForeignSave, Namer, alias, version_of
 from keepwise.runtime.hooks import Hooks
@@ -105,8 +105,8 @@ class Guard(Watch):
         """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
         self.saved: set[int | None] = set()
         """Storages of saved tensors that are kept."""
-        self.withheld = Withheld()
-        """What was dropped under the user's hooks (note 9)."""
+        self.as_they_are: set[int] = set()
+        """Ids of tensors that the user's hooks hold themselves: that they are alive does not mean that anybody writes them."""
         self.witnessed: tuple[str, int] | None = None
         """(pair, view) of the user's hooks and a tensor whose way through them is to be watched."""
         self.pair: tuple[Hooks, str] | None = None
@@ -255,7 +255,8 @@ class Guard(Watch):
         """Prepare for writes that we shall not see, where the user's hooks let plain autograd go on after them (note 9)."""
         if self.withheld.is_used:
             self.withheld.hand_over_all()
-            protect([t for ref, _, _ in list(self.ids.values()) if (t := ref()) is not None])
+            alive = [ref() for ref, _, _ in list(self.ids.values())]
+            protect([t for t in alive if t is not None and id(t) not in self.as_they_are])
 
     def _before_write(self, tensors: list[Tensor]) -> None:
         """Tensors are about to be written."""
@@ -522,7 +523,7 @@ class Guard(Watch):
                 self._deviates(t)
                 protect([t])
             if self.withheld.is_used:
-                protect([t for t in _pytree.tree_leaves(given) if isinstance(t, Tensor)])
+                protect([t for t in _pytree.tree_leaves((result, given)) if isinstance(t, Tensor)])
 
     def _deviates(self, t: Tensor) -> None:
         """Count a tensor that is held because the step differs."""
@@ -540,9 +541,7 @@ class Guard(Watch):
         elif self._is_compared(view):
             with torch._C._DisableTorchDispatch():
                 cell.digest = digest(t)
-        hooks = self.users_hooks()
-        if hooks is not None:
-            self.withheld.add(save, t, hooks)
+        self.withhold(save, t)
         self.stats.num_dropped += 1
         root = self.program.roots[view]
         if (window, root) not in self.counted:
@@ -570,6 +569,8 @@ class Guard(Watch):
         """Hold a saved tensor as plain autograd would."""
         witnessed, self.witnessed = self.witnessed, None
         saved = super().keep(t)
+        if isinstance(saved, ForeignSave) and saved.packed is t:
+            self.as_they_are.add(id(t))
         if witnessed is None or type(saved) is not ForeignSave:
             return saved
         return WitnessedSave(saved, t, self.program.trust, *witnessed)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from keepwise.runtime import aside, originals
 from keepwise.runtime.calls import in_shadow, is_shadow, storage_key, tensors_out
+from keepwise.runtime.foreign import Withheld
 from keepwise.runtime.geometry import Geometry
 from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, TracedSave
 from keepwise.runtime.hooks import Hooks, innermost_hooks, pop, push
@@ -56,6 +57,8 @@ class Watch(TorchDispatchMode):
         """The hooks around ours."""
         self.passes_on = False
         """Whether they must see every saved tensor."""
+        self.withheld = Withheld()
+        """What was dropped under the user's hooks (see `foreign`)."""
         self.is_entered = False
         self.num_pushed = 0
         """How often our pair is on the stack."""
@@ -116,6 +119,12 @@ class Watch(TorchDispatchMode):
         finally:
             self._take_off()
             self.foreign, self.passes_on = outer, _clones_before_writes(outer)
+
+    def withhold(self, save: DroppedSave, t: Tensor) -> None:
+        """A tensor was dropped: the user's hooks around ours, if there are any, do not see it."""
+        hooks = self.users_hooks() if self.foreign is not None else None
+        if hooks is not None:
+            self.withheld.add(save, t, hooks)
 
     def lies_on(self, hooks: Hooks | None) -> None:
         """What is around ours is this pair from now on."""

@@ -14,7 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import keepwise
-from keepwise.runtime.foreign import identity_of
+from keepwise.runtime.foreign import Trust, Withheld, identity_of
+from keepwise.runtime.guard import Guard
 from keepwise.runtime.hooks import innermost_hooks
 
 Tensor = torch.Tensor
@@ -293,3 +294,26 @@ def test_pairs_are_known_by_their_code_and_the_plain_values_at_hand() -> None:
     assert _known(*calls) != _known(_Store(4), calls[1])
     assert _known(len, len) != _known(abs, len)
     assert len({identity_of(_paired(8, [])), _known(*calls), _known([].append, len)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "around", "change", "then"),
+    [
+        (Trust, "__contains__", _rounding, _nothing, None),
+        (Trust, "came_back", _copying, _nothing, None),
+        (Withheld, "hand_over", _copying, _writing, None),
+        (Withheld, "hand_over_all", _copying, _keeping, _write_kept),
+        (Guard, "_stop_watching", _aliasing, _keeping, _write_kept),
+    ],
+)
+def test_each_part_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+    place: type,
+    name: str,
+    around: Around,
+    change: Callable[[Net], None],
+    then: Callable[[Net], None] | None,
+) -> None:
+    monkeypatch.setattr(place, name, lambda *args, **kwargs: [1] if name == "__contains__" else [])
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert _compared(around, change, then)[2] > 0

@@ -293,6 +293,10 @@ def test_pairs_are_known_by_their_code_and_the_plain_values_at_hand() -> None:
     assert _known(*calls) != _known(_Store(8), functools.partial(_Store.pack, _Store(4)))
     assert _known(*calls) != _known(_Store(4), calls[1])
     assert _known(len, len) != _known(abs, len)
+    nets = _made(), _made()
+    nets[1].keeps = True
+    first, second = (_known(lambda t, net=net: (net, t), len) for net in nets)
+    assert first == second
     assert len({identity_of(_paired(8, [])), _known(*calls), _known([].append, len)}) == 3
 
 

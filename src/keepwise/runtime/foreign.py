@@ -196,7 +196,9 @@ def _identity(value: Any, depth: int) -> Any:
         return value.__module__, _identity_of_code(value.__code__), [_identity(v, depth + 1) for v in values]
     if isinstance(value, types.BuiltinFunctionType | type):
         return value.__module__, value.__qualname__
-    return _identity_of_object(value, depth) if callable(value) else type(value)
+    if callable(value) and not isinstance(value, torch.nn.Module):  # which hooks rather write notes to
+        return _identity_of_object(value, depth)
+    return type(value)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepwise
-from keepwise.ir import spare
+from keepwise.ir import NO_WINDOW, spare
 from keepwise.measure import allocator_peak
 from keepwise.runtime.calls import resolve
-from keepwise.runtime.recycler import Recycler
+from keepwise.runtime.recycler import Loans, Recycler
 from keepwise.runtime.reuse import ALIKE, MATRIX, POINTWISE, out_form, result_geometry
 from keepwise.simulate import recycled_bytes, spare_of
 from tests.runtime.helpers import differences, mean_square, step
@@ -221,6 +222,92 @@ def test_the_out_form_gives_the_same_bits(op: str) -> None:
     assert torch.equal(into.view(torch.int32), want.view(torch.int32))
 
 
+SIGNED = torch.tensor([[float("nan"), -0.0, 0.0, -1.0], [float("inf"), 2.0, -float("inf"), 1e-40]])
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        ("aten.relu.default", (SIGNED,), {}),
+        ("aten.mul.Scalar", (SIGNED, 0.3), {}),
+        ("aten.mul.Scalar", (SIGNED, 3), {}),
+        ("aten.div.Scalar", (SIGNED, 0.3), {}),
+        ("aten.clone.default", (SIGNED,), {}),
+        ("aten.clone.default", (SIGNED.t(),), {"memory_format": torch.contiguous_format}),
+    ],
+)
+def test_ops_without_an_out_form_are_made_of_others(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    func = resolve(op)
+    want = func(*args, **kwargs)
+    geometry = result_geometry(func, args, kwargs)
+    assert geometry == (tuple(want.shape), want.dtype)
+    into = torch.full(geometry[0], 7.0)
+    assert into.stride() == want.stride()
+    assert out_form(func)(*args, **kwargs, out=into) is into
+    assert torch.equal(into.view(torch.int32), want.view(torch.int32))
+
+
+def test_an_empty_tensor_is_the_memory_itself() -> None:
+    x = torch.rand(4, 3)
+    assert result_geometry(aten.empty_like.default, (x,), {"pin_memory": False}) == ((4, 3), torch.float32)
+    into = torch.rand(4, 3)
+    assert out_form(aten.empty_like.default)(x, pin_memory=False, out=into) is into
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (8, 16, 5), (8, 16, 7, 7), (2, 16, 3, 3, 3)])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_batch_normalisation_into_given_memory(shape: tuple[int, ...], training: bool, has_statistics: bool) -> None:
+    if not training and not has_statistics:
+        return
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(shape), torch.randn(16), torch.randn(16)
+    statistics = [(torch.randn(16), torch.rand(16)) if has_statistics else (None, None) for _ in range(2)]
+    statistics[1] = tuple(s.clone() if s is not None else None for s in statistics[0])
+    func = aten.native_batch_norm.default
+    calls = [(x, weight, bias, *s, training, 0.1, 1e-5) for s in statistics]
+    want = func(*calls[0])
+    into = torch.full(shape, float("nan"))
+    found = out_form(func)(*calls[1], out=into)
+    assert found[0] is into
+    for a, b in zip((*want, *statistics[0]), (*found, *statistics[1]), strict=True):
+        if a is None or b is None:
+            assert a is b
+        else:
+            assert torch.equal(a, b)
+            assert (a.shape, a.stride()) == (b.shape, b.stride())
+    expected = (shape, torch.float32) if training else None
+    assert result_geometry(func, calls[0], None) == expected
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        ("aten.clone.default", (torch.rand(4, 4).t(),), {}),
+        ("aten.clone.default", (torch.rand(2, 3, 4, 4),), {"memory_format": torch.channels_last}),
+        ("aten.clone.default", (torch.rand(6, 1)[::2],), {}),
+        ("aten.clone.default", (torch.rand(4, dtype=torch.complex64).conj().imag,), {}),
+        ("aten.empty_like.default", (torch.rand(4),), {"dtype": torch.float64}),
+        ("aten.empty_like.default", (torch.rand(4),), {"pin_memory": True}),
+        ("aten.empty_like.default", (torch.rand(4),), {"device": torch.device("meta")}),
+        ("aten.empty_like.default", (torch.rand(2, 3, 4, 4),), {"memory_format": torch.channels_last}),
+        (
+            "aten.native_batch_norm.default",
+            (torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), None, None, None, None, True, 0.1, 1e-5),
+            {},
+        ),
+        ("aten.native_batch_norm.default", (torch.rand(8, 3, 1, 1), None, None, None, None, True, 0.1, 1e-5), {}),
+        (
+            "aten.native_batch_norm.default",
+            (torch.rand(8, 3).bfloat16(), torch.rand(3), torch.rand(3), None, None, True, 0.1, 1e-5),
+            {},
+        ),
+    ],
+)
+def test_nothing_is_guessed_about_other_layouts(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    assert result_geometry(resolve(op), args, kwargs) is None
+
+
 @pytest.mark.parametrize(
     ("op", "args"),
     [
@@ -284,17 +371,39 @@ class Stack(nn.Module):
         return x
 
 
+class Convolution(nn.Module):
+    """Batch normalisation whose result dies with the activation behind it, dropout, and a reshaped copy."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(width, 2 * width, 1), nn.Conv1d(2 * width, width, 1)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(2 * width), nn.BatchNorm1d(width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(2, -1, x.shape[-1]).transpose(1, 2).contiguous()
+        y = torch.relu(self.norms[0](self.first(y)))
+        y = nn.functional.dropout(torch.relu(self.norms[1](self.second(y))), 0.1)
+        return x + torch.tanh(y.transpose(1, 2).contiguous().view_as(x) * 0.5)
+
+
 @pytest.mark.parametrize("budget", ["full", "0.6x", "min"])
-@pytest.mark.parametrize("block", [Block, Attention])
+@pytest.mark.parametrize("block", [Block, Attention, Convolution])
 def test_a_step_is_recycled_as_predicted_and_stays_below_its_peak(
     block: type[nn.Module], budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model, x = Stack(block=block), torch.randn(64, 24)
-    want = step(model, x)
-    options = {"planner": "full", "budget": "max"} if budget == "full" else {"budget": budget}
+    state = copy.deepcopy(model.state_dict())
+
+    def from_the_start() -> dict[str, Any]:
+        model.load_state_dict(state)
+        torch.manual_seed(1)
+        return step(model, x)
+
+    want = from_the_start()
+    options: dict[str, Any] = {"planner": "full", "budget": "max"} if budget == "full" else {"budget": budget}
     plan = keepwise.fit(model, (x,), loss=mean_square, verify=False, **options)
-    assert not differences(want, step(model, x))
+    assert not differences(want, from_the_start())
     stats = plan.stats
     assert not stats.deviations
     predicted = recycled_bytes(plan.timeline, spare_of(plan.timeline), lambda t: out_form(resolve(t)) is not None)
@@ -309,7 +418,7 @@ def test_a_step_is_recycled_as_predicted_and_stays_below_its_peak(
     whole()
     recycled = allocator_peak(whole)
     monkeypatch.setattr(spare, "MIN_BYTES", 1 << 30)
-    assert recycled <= allocator_peak(whole)
+    assert recycled <= max(allocator_peak(whole), plan.peak_bytes - plan.static_bytes)
     assert not plan.stats.recycled_bytes
 
 
@@ -333,12 +442,12 @@ def test_what_user_code_keeps_is_not_written_over(keeps: Any) -> None:
     model.seen.clear()
     assert not differences(want, step(model, x))
     assert plan.stats.recycled_bytes
-    for held, copy in model.seen:
+    for held, before in model.seen:
         if isinstance(held, torch.UntypedStorage):
-            now = torch.empty(0).set_(held, 0, copy.shape)  # type: ignore[arg-type]
-            assert torch.equal(now, copy)
+            now = torch.empty(0).set_(held, 0, before.shape)  # type: ignore[arg-type]
+            assert torch.equal(now, before)
         else:
-            expected = keeps(copy)
+            expected = keeps(before)
             assert np.array_equal(np.asarray(held.detach() if isinstance(held, Tensor) else held), np.asarray(expected))
 
 
@@ -362,6 +471,29 @@ def test_a_mode_around_the_model_sees_the_ops_of_the_user() -> None:
         model(x)
     assert {*planned.names} <= {*plain.names}
     assert not plan.stats.recycled_bytes
+
+
+def test_memory_of_what_autograd_kept_is_lent() -> None:
+    """The last block's tensors stay; once backward has read them, the replay before it writes over one of them."""
+    torch.manual_seed(0)
+    model, x = Stack(4, 24), torch.randn(64, 24)
+    want = step(model, x)
+    plan = keepwise.fit(model, (x,), loss=mean_square, planner="full", budget="max", verify=False)
+    lent = {storage for (lender, storage) in spare_of(plan.timeline).loans if lender == NO_WINDOW}
+    assert lent
+    given: list[int] = []
+    take = Loans.take
+
+    def noted(self: Loans, window: int, task: int) -> list[Any]:
+        handles = take(self, window, task)
+        given.extend(n for _, _, n in handles)
+        return handles
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loans, "take", noted)
+        assert not differences(want, step(model, x))
+    assert len(given) >= len(lent)
+    assert not plan.stats.deviations
 
 
 def test_a_retained_graph_lends_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepwise.ir import Schedule, Spare, Step
+from keepwise.ir import NO_WINDOW, Schedule, Spare, Step
 from keepwise.plan import get_planner
 from keepwise.simulate import Timeline, recycled_bytes, simulate, spare_of
 from keepwise.simulate.timeline import LiveKind
@@ -23,13 +23,19 @@ def held_by_loans(timeline: Timeline, spare: Spare) -> tuple[np.ndarray, Counter
     moments = np.zeros(len(timeline.step.ops), dtype=np.int64)
     replays: Counter[int] = Counter()
     retained = {(c.live.window, c.live.id): c for c in timeline.charges if c.live.kind is LiveKind.RETAINED}
-    for key, borrower in spare.loans.items():
-        charge, start = retained[key], timeline.replays[borrower].start
-        assert charge.last < start, "lent while it is live"
-        moments[charge.last + 1 : start] += charge.live.nbytes
+    for (lender, storage), borrower in spare.loans.items():
+        start, nbytes = timeline.replays[borrower].start, timeline.index.charge[storage]
+        if lender == NO_WINDOW:
+            last = int(timeline.ends[storage])
+            assert storage in timeline.step.saved_storages
+            assert all(storage != s for _, s in retained)
+        else:
+            last = retained[lender, storage].last
+        assert last < start, "lent while it is live"
+        moments[last + 1 : start] += nbytes
         for r in timeline.replays:
-            if charge.last < r.start and (r.start, r.window) < (start, borrower):
-                replays[r.window] += charge.live.nbytes
+            if last < r.start and (r.start, r.window) < (start, borrower):
+                replays[r.window] += nbytes
     return moments, replays
 
 

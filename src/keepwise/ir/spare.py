@@ -23,7 +23,8 @@ class Spare:
     replays: tuple[tuple[int, ...], ...] = ()
     """Bytes, for each op of each window's replay, less the loans that pass it by."""
     loans: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(window, storage that it retains) -> later window whose replay may write into that memory when its last reader is through."""
+    """(window, storage that it retains) -> later window whose replay may write into that memory when its last reader is through; the
+    window is `NO_WINDOW` where autograd keeps the storage."""
 
     def scaled(self, factor: float) -> Spare:
         """For a batch whose tensors are `factor` times as large."""

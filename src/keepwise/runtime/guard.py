@@ -35,6 +35,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from keepwise.ir import NO_WINDOW
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
@@ -51,14 +52,14 @@ from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
 from keepwise.runtime.foreign import WitnessedSave, identity_of
 from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
-from keepwise.runtime.holding import ForeignSave, Namer, alias, version_of
+from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias, version_of
 from keepwise.runtime.hooks import Hooks
 from keepwise.runtime.leaves import LeafCopies
 from keepwise.runtime.packing import pack
 from keepwise.runtime.packing import unpack as expand
 from keepwise.runtime.program import COPY, LEAF, LOCAL, SHARED, OpEntry, Program, Use
 from keepwise.runtime.recycler import Loans, Recycler
-from keepwise.runtime.replay import DroppedSave, WindowRun, protect
+from keepwise.runtime.replay import DroppedSave, LentSave, WindowRun, protect
 from keepwise.runtime.reuse import result_geometry
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
@@ -504,6 +505,12 @@ class Guard(Watch):
         if t.layout is torch.strided:
             self.saved.add(storage_key(t))
         return None
+
+    def hold(self, t: Tensor) -> KeptSave:
+        """As it is, or with memory that is lent when it is dead."""
+        lent = self.program.loans.get(NO_WINDOW)
+        borrower = lent.get(self.view_of(t)) if lent else None
+        return LentSave(t, self.namer, self.loans, borrower) if borrower is not None else KeptSave(t, self.namer)
 
     @unseen
     def returned(self, result: Any, given: Any = ()) -> None:

@@ -98,7 +98,7 @@ class Program:
     nbytes: dict[int, int]
     """View id -> bytes of its storage."""
     loans: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Window -> view on what it retains -> later window that may write over it."""
+    """Window -> view on what it retains -> later window that may write over it; `NO_WINDOW` -> views on what autograd keeps."""
     sizes: set[int] = field(default_factory=set)
     """Bytes of results that can be written into dead memory; grows where a step is larger than the recorded one."""
     proven: set[int] = field(default_factory=set)
@@ -236,7 +236,7 @@ def compile_program(
                 finishes=frozenset(finishes.get(k, ())),
                 unpacks=op.unpacks,
                 into=out_form(func),
-                makes=not writes and not returns_view(func),
+                makes=not mutates(func) and not returns_view(func),
                 spare_bytes=spare.moments[op.index] if spare is not None else 0,
                 is_checked=bool(uses) or writes,
             )

@@ -113,7 +113,7 @@ def _is_dead(handle: Handle) -> bool:
 
 
 class Loans:
-    """Memory of what windows retained, held for the replay of later windows of the same forward pass."""
+    """Memory of what windows retained, or autograd kept, held for the replay of later windows of the same forward pass."""
 
     __slots__ = ("__weakref__", "forward", "handles", "task")
 
@@ -125,15 +125,13 @@ class Loans:
         self.task = -1
 
     def take(self, window: int, task: int) -> list[Handle]:
-        """What a window may write over. A pass has begun, so forward is over."""
-        if self.forward is not None:
-            self.forward.clear()
-        if self.task != task:  # that pass failed
-            self.handles.clear()
+        """What a window may write over."""
+        self._begin(task)
         return self.handles.pop(window, [])
 
     def give(self, window: int, t: Tensor, task: int) -> None:
         """Hold the memory of a tensor for a window; no longer than the pass lasts."""
+        self._begin(task)
         handle = handle_of(t)
         lent = self.handles.setdefault(window, [])
         if handle is None or any(handle[1] == address for _, address, _ in lent):
@@ -149,3 +147,10 @@ class Loans:
 
             torch.autograd.Variable._execution_engine.queue_callback(end_of_pass)
         lent.append(handle)
+
+    def _begin(self, task: int) -> None:
+        """A pass is running, so forward is over; what an earlier one left is of no use where that failed."""
+        if self.forward is not None:
+            self.forward.clear()
+        if self.task != task:
+            self.handles.clear()

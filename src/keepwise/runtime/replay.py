@@ -16,8 +16,8 @@ Notes:
 7. A replay that fails fills nothing.
 8. Some kernels make more where gradients are recorded (the workspace of a recurrent layer). A replay records none, but runs each
    op with that flag as it was.
-9. Results are written into dead memory where there is some (see `reuse`): of this replay, or of what an earlier window of this pass
-   retained, if the plan lends it. Where the graph is retained nothing is lent.
+9. Results are written into dead memory where there is some (see `reuse`): of this replay, of what an earlier window of this pass
+   retained, or of what autograd kept until then, if the plan lends it. Where the graph is retained nothing is lent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepwise.runtime.capture import Call, Cell, set_frees
 from keepwise.runtime.clean import call_view, call_with_state, clean
 from keepwise.runtime.digest import digest
 from keepwise.runtime.geometry import Geometry, copy_whole
-from keepwise.runtime.holding import Namer, VersionStub, check_version, version_of
+from keepwise.runtime.holding import KeptSave, Namer, VersionStub, check_version, version_of
 from keepwise.runtime.recycler import Loans, Recycler
 from keepwise.runtime.reuse import Form, form_of
 from keepwise.runtime.stats import StepStats
@@ -132,7 +132,7 @@ class WindowRun:
         call.form = form_of(call.func, result)
         shares, writes = returns_view(call.func), mutates(call.func)
         call.is_view = shares and not writes
-        call.makes = isinstance(result, Tensor) and not shares and not writes
+        call.makes = not shares and not writes
         calls.append(call)
         self.made.update(call.outs)
         self.made.discard(-1)
@@ -424,6 +424,28 @@ class WindowRun:
             ):
                 return env[view]
         return None
+
+
+class LentSave(KeptSave):
+    """A kept tensor whose memory a later window may write over (note 9)."""
+
+    __slots__ = ("borrower", "loans")
+
+    def __init__(self, tensor: Tensor, namer: Namer | None, loans: Loans, borrower: int) -> None:
+        super().__init__(tensor, namer)
+        self.loans, self.borrower = loans, borrower
+
+    def unpack(self) -> Tensor:
+        """The tensor; from now on its memory is held for that window, which uses it if nobody else does then.
+
+        Raises:
+            RuntimeError: it was written in place.
+        """
+        t = super().unpack()
+        task = _graph_task()
+        if task != -1 and not _keeps_graph():
+            self.loans.give(self.borrower, t, task)
+        return t
 
 
 class DroppedSave:

@@ -10,13 +10,14 @@ again in backward, so each of them would pay twice. Instead an op writes into me
 
 Here stands which ops can do that and how; `recycler` holds the memory.
 
-Only ops of the lists below, in their `out=` form. Those are structured kernels: both forms run the same code on an output of the
-same shape and strides, so the bits are equal (every plan is compared with the plain step before it is used).
+Only ops of the lists below, in their `out=` form or as their kernel is written. Both run the same code on an output of the same shape
+and strides, so the bits are equal (every plan is compared with the plain step before it is used).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch
 from keepwise.ir import spare
 
 Tensor = torch.Tensor
+aten = torch.ops.aten
 
 POINTWISE = frozenset(
     (
@@ -82,14 +84,59 @@ MATRIX = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 ALIKE = frozenset(("_softmax", "_log_softmax"))
 """Op packets whose result looks like their first argument."""
 
+
+def _rectified(x: Tensor, *, out: Tensor) -> Tensor:
+    return aten.clamp_min.out(x, 0, out=out)
+
+
+def _multiplied(x: Tensor, other: Any, *, out: Tensor) -> Tensor:
+    return aten.mul.out(x, other, out=out)
+
+
+def _divided(x: Tensor, other: Any, *, out: Tensor) -> Tensor:
+    return aten.div.out(x, other, out=out)
+
+
+def _copied(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    return aten.copy_.default(out, x)
+
+
+def _unwritten(_x: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    return out
+
+
+def _normalised(x: Tensor, *rest: Any, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size = x.shape[1] if rest[4] else 0  # rest[4]: training
+    mean, scale = (torch.empty(size, dtype=x.dtype, device=x.device) for _ in range(2))
+    return aten.native_batch_norm.out(x, *rest, out=out, save_mean=mean, save_invstd=scale)
+
+
+_POINTWISE_FORMS: dict[Any, Callable[..., Any]] = {
+    aten.relu.default: _rectified,
+    aten.mul.Scalar: _multiplied,
+    aten.div.Scalar: _divided,
+}
+"""Pointwise ops without a kernel of their own for `out=` -> what they are made of."""
+_FORMS: dict[Any, Callable[..., Any]] = {
+    aten.clone.default: _copied,
+    aten.empty_like.default: _unwritten,
+    aten.native_batch_norm.default: _normalised,
+}
+"""The same for others; what is large of their results is the first."""
+
 use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @functools.cache
 def out_form(func: Any) -> Any:
-    """The overload that is `func` with an `out=` argument, if it is on the lists; else None."""
+    """What makes the result of `func` in memory that is given as `out=`, if the op is on the lists; else None.
+
+    It takes the arguments of `func` and returns what `func` does, its first result over that memory.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return None
+    if use_count is not None and (func in _POINTWISE_FORMS or func in _FORMS):
+        return _POINTWISE_FORMS.get(func) or _FORMS[func]
     name = func._schema.name.removeprefix("aten::")
     if use_count is None or name not in POINTWISE | MATRIX | ALIKE or func._schema.is_mutable:
         return None
@@ -112,7 +159,9 @@ def _has_kernel(func: Any) -> bool:
 @functools.cache
 def overwrites(func: Any) -> bool:
     """Whether an op may write its result over its own argument."""
-    return out_form(func) is not None and func._schema.name.removeprefix("aten::") in POINTWISE
+    return out_form(func) is not None and (
+        func in _POINTWISE_FORMS or func._schema.name.removeprefix("aten::") in POINTWISE
+    )
 
 
 class Form:
@@ -144,14 +193,18 @@ class Form:
 def form_of(func: Any, result: Any) -> Form | None:
     """How to replay `func` into given memory; None where that is not possible or not worth it."""
     found = out_form(func)
+    if found is None:
+        return None
+    results = result if type(result) is tuple else (result,)
+    first = results[0]
     if (
-        found is None
-        or not isinstance(result, Tensor)
-        or result.nbytes < spare.MIN_BYTES
-        or not _owns_whole_storage(result)
+        not isinstance(first, Tensor)
+        or first.nbytes < spare.MIN_BYTES
+        or not _owns_whole_storage(first)
+        or any(t.dtype is not first.dtype for t in results)
     ):
         return None
-    return Form(found, result, overwrites(func))
+    return Form(found, first, overwrites(func))
 
 
 def _owns_whole_storage(t: Tensor) -> bool:
@@ -162,7 +215,8 @@ def result_geometry(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...],
     """Shape and type of the dense result of an op that has an `out=` form.
 
     Returns:
-        None where it does not follow from the arguments alone: they are of several types, not dense, or not on the CPU.
+        None where it does not follow from the arguments alone: they are of several types, not dense, or not on the CPU. For an op
+        with several results, of the first.
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     first = tensors[0] if tensors else None
@@ -175,6 +229,8 @@ def result_geometry(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...],
         return None
     if kwargs and any(isinstance(a, Tensor | torch.dtype | complex) for a in kwargs.values()):
         return None
+    if func in _FORMS:
+        return (tuple(first.shape), first.dtype) if _is_dense_form(func, first, args, kwargs or {}) else None
     name = func._schema.name.removeprefix("aten::")
     if name in MATRIX:
         left, right = tensors[-2:]
@@ -185,3 +241,30 @@ def result_geometry(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...],
     if any(t.shape != shape for t in tensors):
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     return tuple(shape), first.dtype
+
+
+def _is_dense_form(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the large result of one of `_FORMS` is as dense as a new tensor of the shape of `x`."""
+    if x.is_neg() or kwargs.get("pin_memory") or any(kwargs.get(name) is not None for name in ("layout", "device")):
+        return False
+    if func is aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format:
+        return True
+    if func is aten.native_batch_norm.default and not args[5]:
+        return False
+    if kwargs.get("memory_format") not in (None, torch.preserve_format) or x.stride() != _row_major(x.shape):
+        return False
+    # where a tensor is dense in both orders, kernels ask for the other one
+    return func is not aten.native_batch_norm.default or not _is_channels_last(x)
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])

@@ -210,12 +210,16 @@ class Watch(TorchDispatchMode):
             if save is not None:
                 return save
             if self.foreign is None and not in_shadow():
-                return KeptSave(t, self.namer)
+                return self.hold(t)
         return self.keep(t)
 
     def dropped(self, t: Tensor) -> DroppedSave | None:
         """A handle on the replay of a saved tensor; None: it is kept."""
         raise NotImplementedError
+
+    def hold(self, t: Tensor) -> KeptSave:
+        """A saved tensor that nobody else's hooks see, held."""
+        return KeptSave(t, self.namer)
 
     def keep(self, t: Tensor) -> Any:
         """Hold a saved tensor as plain autograd would."""
@@ -223,7 +227,7 @@ class Watch(TorchDispatchMode):
             return TracedSave(t)
         foreign = self.foreign
         if foreign is None:
-            return KeptSave(t, self.namer)
+            return self.hold(t)
         if foreign[1] is unpack:  # a region inside a planned model: the plan decides
             return foreign[0](t)
         with torch._C.DisableTorchFunction():

@@ -1,4 +1,4 @@
-"""What a timeline leaves free, which retained storages may lend their memory to a later window, and how much is used again.
+"""What a timeline leaves free, which storages may lend their memory to a later window, and how much is used again.
 
 A loan holds a dead storage from its last read until the borrower replays. It is given only where that stays under the peak at
 every moment and in every replay between; what happens inside of the borrower's replay is decided there, op by op. Loans that wait
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from keepwise.ir import Phase, Spare, spare
+from keepwise.ir import NO_WINDOW, Phase, Spare, spare
 from keepwise.simulate.timeline import LiveKind, ReplayTrace, Timeline
 
 
@@ -42,14 +42,11 @@ def _loans(timeline: Timeline, live: np.ndarray, inside: list[np.ndarray]) -> di
             borrowers.setdefault(n, []).append(k)
     live = live.copy()
     offers: list[tuple[int, int, int, int, int, int]] = []
-    for charge in timeline.charges:
-        held = charge.live
-        if held.kind is LiveKind.RETAINED and held.nbytes in borrowers and charge.last >= charge.first:
-            able = borrowers[held.nbytes]
-            i = bisect_left(able, bisect_right(starts, charge.last))
-            if i < len(able):
-                k = able[i]
-                offers.append((starts[k] - charge.last, k, held.window, held.id, held.nbytes, charge.last))
+    for lender, storage, n, last in (*_retained(timeline), *_kept(timeline)):
+        able = borrowers.get(n, ())
+        i = bisect_left(able, bisect_right(starts, last))
+        if i < len(able):
+            offers.append((starts[able[i]] - last, able[i], lender, storage, n, last))
     loans: dict[tuple[int, int], int] = {}
     for _, k, lender, storage, n, last in sorted(offers):
         borrower = order[k]
@@ -65,6 +62,24 @@ def _loans(timeline: Timeline, live: np.ndarray, inside: list[np.ndarray]) -> di
         wanted[borrower][n] -= 1
         loans[lender, storage] = borrower
     return loans
+
+
+def _retained(timeline: Timeline) -> Iterator[tuple[int, int, int, int]]:
+    """(window, storage, bytes, last moment) of what windows retain."""
+    for charge in timeline.charges:
+        held = charge.live
+        if held.kind is LiveKind.RETAINED and charge.last >= charge.first:
+            yield held.window, held.id, held.nbytes, charge.last
+
+
+def _kept(timeline: Timeline) -> Iterator[tuple[int, int, int, int]]:
+    """(`NO_WINDOW`, storage, bytes, last moment) of what forward made and autograd keeps until backward reads it."""
+    step = timeline.step
+    dropped = {s for w in timeline.schedule.windows for s in w.retain} if timeline.schedule is not None else set()
+    for s, saves in step.saved_storages.items():
+        last = int(timeline.ends[s])
+        if s not in dropped and step.storages[s].birth >= 0 and any(r.first <= last for v in saves for r in v.reads):
+            yield NO_WINDOW, s, timeline.index.charge[s], last
 
 
 def _most_at_once(replay: ReplayTrace) -> Counter[int]:
@@ -88,7 +103,7 @@ def recycled_bytes(timeline: Timeline, left: Spare, writes_into: Callable[[str],
     Args:
         timeline: the simulated step.
         left: what it leaves free.
-        writes_into: whether an op of that target can write into given memory.
+        writes_into: whether an op of that target can write its first result into given memory.
     """
     bytes_of = timeline.index.charge
     total = 0
@@ -98,7 +113,13 @@ def recycled_bytes(timeline: Timeline, left: Spare, writes_into: Callable[[str],
         for op in timeline.step.ops
         if op.phase is Phase.FORWARD
     }
-    takers = {k: bytes_of[f[0]] for k, f in made.items() if len(f) == 1 and writes_into(timeline.step.ops[k].target)}
+    takers: dict[int, int] = {}
+    """Op -> bytes of its first result."""
+    for k, fresh in made.items():
+        op = timeline.step.ops[k]
+        first = timeline.step.values[op.outputs[0]].storage if fresh and op.outputs[0] >= 0 else -1
+        if first in fresh and writes_into(op.target):
+            takers[k] = bytes_of[first]
     sizes = set(takers.values())
     for k, fresh in made.items():
         if k in takers and shelf.take(takers[k], k):

@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from keepwise._errors import KeepwiseError, PlanMismatch
 from keepwise._units import show_bytes
 from keepwise._warn import warn
+from keepwise.runtime import optimizers
 from keepwise.runtime.allocated import highest_allocated
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import Program
@@ -389,6 +390,7 @@ def attach(model: nn.Module, runner: Runner) -> None:
         raise KeepwiseError(
             f"a plan is applied to this {type(model).__name__} already; call remove() on it before applying another"
         )
+    optimizers.install()
     inner = model.__dict__.get("forward")
     if inner is not None:
         model.__dict__["forward"] = OwnForward(model, inner)

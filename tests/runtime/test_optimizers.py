@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,8 @@ class Shifted(nn.Module):
 
 
 def test_a_write_by_hand_is_an_error_also_if_an_optimizer_steps_after_it() -> None:
-    model, x = made(Shifted), torch.randn(2, 1)
+    model: Any = made(Shifted)
+    x = torch.randn(2, 1)
     fit(model, x)
     optimizer = torch.optim.SGD([model.shift], 0.1)
     loss = model(x)

@@ -21,7 +21,16 @@ KINDS = (
     "differing_steps",
 )
 
-WILD = ("wild_state", "wild_structure", "wild_autograd", "wild_types", "wild_steps", "wild_training", "families")
+WILD = (
+    "wild_state",
+    "wild_structure",
+    "wild_classes",
+    "wild_autograd",
+    "wild_types",
+    "wild_steps",
+    "wild_training",
+    "families",
+)
 """More of the same kinds, each file of several; with budgets they are left to `make test-all`."""
 
 

@@ -319,6 +319,40 @@ def weights_move_inside_a_step() -> Case:
     return case(Stack(Block), torch.randn(4, 8))
 
 
+class _Table(Module):
+    """Its embedding, of more than 64 KiB, is read by replays and saved by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1200, 16)
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.optimizer: Any = torch.optim.SGD([self.table.weight], 0.1)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.down(torch.tanh(self.up(torch.tanh(self.table(ids)))))
+
+
+def _step_between(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    loss = loss_fn(model(*args))
+    model.table.weight.grad, *_ = torch.autograd.grad(loss, model.table.weight, retain_graph=True)
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+    loss.backward()
+    return loss.detach()
+
+
+@MUTATION.add(
+    "an optimizer moves an embedding between two passes over one graph",
+    step=_step_between,
+    update=False,
+    from_args=True,
+    alone=True,
+    python_state=True,
+)
+def embedding_moved_between_passes() -> Case:
+    return case(_Table(), torch.randint(0, 1200, (4, 9)))
+
+
 def _unread(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     keep, drop = model(*args)
     drop.data.zero_()

@@ -33,20 +33,51 @@ class Named(Chain):
         return super().forward(x) * scale
 
 
-def test_the_class_looks_like_the_users_own() -> None:
+def test_the_class_is_the_users_own() -> None:
+    own = Named.__dict__["forward"]
     model, x = made(Named), batch(3, 4)
     before = set(vars(model))
-    fit(model, x)
-    assert isinstance(model, Named)
-    assert type(model).__name__ == "Named"
-    assert type(model).__qualname__ == Named.__qualname__
-    assert type(model).__module__ == __name__
-    assert type(model).__doc__ == Named.__doc__
+    plan = fit(model, x)
+    assert type(model) is Named
     assert inspect.signature(model.forward) == inspect.signature(Named().forward)
     assert model.forward.__doc__ == "Documented."
     assert set(vars(model)) == before
-    assert type(model).__mro__[1] is Named
     assert repr(model) == repr(made(Named))
+    plan.remove()
+    assert Named.__dict__["forward"] is own
+
+
+class Heir(Named):
+    """Has no forward of its own."""
+
+
+def test_two_plans_on_classes_that_inherit_from_one_another() -> None:
+    models, x = [made(Heir), made(Named), made(Chain)], batch(3, 4)
+    plans = [fit(model, x) for model in models]
+    for plan, model in zip(plans, models, strict=True):
+        twice(plan, lambda model=model: step(model, x))
+        assert plan.stats.num_dropped
+    num = plans[0].runner.num_steps
+    step(models[0], x)
+    assert plans[0].runner.num_steps == num + 1  # `super().forward` of a planned model begins no step of its own
+    for plan in plans:
+        plan.remove()
+    assert "forward" not in Heir.__dict__
+    assert not any(hasattr(kind.__dict__["forward"], "__wrapped__") for kind in (Named, Chain))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_compilers_read_the_forward_of_a_planned_model_and_of_its_class() -> None:
+    model, other, x = made(Chain), made(Chain, seed=5), batch(3, 4)
+    plan = fit(model, x)
+    for m in (model, other):
+        with torch.no_grad():
+            expected = m(x)
+            assert torch.equal(torch.fx.symbolic_trace(m)(x), expected)
+            assert torch.equal(torch.compile(m, backend="eager", fullgraph=True)(x), expected)
+            assert torch.equal(torch.jit.script(m)(x), expected)
+    twice(plan, lambda: step(model, x))
+    assert plan.stats.num_dropped
 
 
 def test_state_dicts_know_nothing_of_it() -> None:

@@ -83,7 +83,16 @@ def test_several_optimizers_and_a_module_outside_of_the_model() -> None:
     plan = keepwise.fit(model, step=step, budget="0.7x")
     assert all(torch.equal(a, b) for a, b in zip(state_of(optimizers), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), weights.values(), strict=True))
-    assert any("2 tensors that are not in the model" in note for note in plan.notes)
+    assert not any("neither in the model" in note for note in plan.notes)
+
+
+def test_what_is_trained_out_of_reach_is_said() -> None:
+    model, x = stack()
+    other = nn.Linear(4, 2)
+    step, _ = training(model, x, other)
+    running = iter(lambda: step(), None)  # an iterator, into which nobody can look
+    plan = keepwise.fit(model, step=running.__next__, budget="0.7x")
+    assert any("2 tensors that were found neither in the model nor from the step" in note for note in plan.notes)
 
 
 def test_a_step_without_backward_is_said() -> None:

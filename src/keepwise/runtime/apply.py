@@ -1,30 +1,31 @@
 """Putting a program onto a model, and taking it off.
 
 Notes:
-1. The model's class is replaced by a generated subclass whose `forward` runs the user's under a guard. It reduces to the user's
-   own class when pickled or copied, so a copy (EMA, checkpoint) is a plain model that computes with its own weights. A `forward`
-   that is an attribute of the model hides its class's, so that one is replaced instead, by an object that reduces likewise.
+1. In the model's class `forward` is replaced, as long as a plan is on one of its instances, by one that runs the user's, for the
+   planned instances under a guard. The class stays what it is, as user code counts on it, keeps tables by it and compares it. A copy
+   (EMA, checkpoint, pickle) is a plain model that computes with its own weights. A `forward` that is an attribute of the model
+   hides its class's, so that one is replaced instead.
 2. What decides is whether gradients are recorded, never `model.training`. Under `no_grad`, `inference_mode`, a functorch
    transform or a compiler's trace, forward runs as if nothing had been applied.
 3. Which runner belongs to which model stands in a weak table, not on the model: state_dict, pickles and `__dict__` stay the user's.
 4. A dispatch mode of the user's around the model may change what ops return, and a replay runs without it. Every step under one is
    audited: the next step may drop what this one did not, and a mode, which costs more than a digest, may change something else then.
-5. The generated subclass must not be seen by the user's `__init_subclass__` (registries, required arguments): it is made over
-   `nn.Module` and given its base afterwards.
-6. Sharding a planned model (FSDP, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
+5. Sharding a planned model (FSDP, tensor parallel) exchanges its parameters for sharded ones, whose storage is gone when a replay
    needs it. That is refused before the step.
-7. A plan for batches of another size may drop what the plan that `fit` proved keeps, and the step that proved it may have taken
+6. A plan for batches of another size may drop what the plan that `fit` proved keeps, and the step that proved it may have taken
    another branch. The first steps that drop something whose replay was never compared with its original are audited.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import functools
+import inspect
 import threading
+import types
 import weakref
 from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from keepwise._errors import KeepwiseError, PlanMismatch
 from keepwise._units import show_bytes
 from keepwise._warn import warn
+from keepwise.runtime import optimizers
 from keepwise.runtime.allocated import highest_allocated
 from keepwise.runtime.guard import Guard
 from keepwise.runtime.program import Program
@@ -43,10 +45,10 @@ from keepwise.runtime.watch import can_watch, foreign_modes
 KEPT_SHARE = 0.05
 """Share of the planned bytes kept against the plan above which a warning says so."""
 
-_NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 # By identity: a model may have an `__eq__` of its own.
 _RUNNERS: MutableMapping[nn.Module, Runner] = WeakIdKeyDictionary()
-_CLASSES: MutableMapping[type, type] = WeakIdKeyDictionary()
+_CLASSES: MutableMapping[type, _Installed] = WeakIdKeyDictionary()
+"""Classes of planned models (note 1)."""
 _MODULES: MutableMapping[nn.Module, list[weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
 
 
@@ -125,7 +127,7 @@ class Runner:
         return self.stats
 
     def _trust(self) -> None:
-        """Note 7: the last step went well."""
+        """Note 6: the last step went well."""
         if self.stats.audited:
             self.checked.proven |= self.stats.audited
 
@@ -166,7 +168,7 @@ class Runner:
         """Run the user's forward.
 
         Raises:
-            PlanMismatch: parameters were sharded since (note 6).
+            PlanMismatch: parameters were sharded since (note 5).
         """
         if not self.is_active():
             return call(*args, **kwargs)
@@ -198,7 +200,7 @@ class Runner:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Note 6.
+    """Note 5.
 
     Raises:
         PlanMismatch: a parameter is sharded.
@@ -243,56 +245,10 @@ def namer_of(model: nn.Module | None) -> Any:
     return name
 
 
-def _subclass(base: type) -> type:
-    """Note 1."""
-    found = _CLASSES.get(base)
-    if found is not None:
-        return found
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(base.forward, self)
-        runner = None if torch.compiler.is_compiling() else _RUNNERS.get(self)  # a compiler would trace the lookup
-        return call(*args, **kwargs) if runner is None else runner.forward(self, call, args, kwargs)
-
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = base.__reduce_ex__(self, protocol)  # type: ignore[attr-defined]
-        if not isinstance(reduced, tuple):
-            return reduced
-        make, arguments, *rest = reduced
-        if make is _NEW_OBJECT and arguments[0] is made:  # `pickle` would insist on the object's present class
-            return (base.__new__, (base, *arguments[1:]), *rest)
-        make = base if make is made else make
-        return (make, tuple(base if a is made else a for a in arguments), *rest)
-
-    names = {
-        "forward": functools.wraps(base.forward)(forward),
-        "__reduce_ex__": reduce_ex,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "_keepwise_base": base,
-    }
-    made = _derived(base, names)
-    _CLASSES[base] = made
-    return made
-
-
-def _derived(base: type, names: dict[str, Any]) -> type:
-    """Note 5."""
-    if getattr(base.__init_subclass__, "__func__", None) is None:  # nobody but `object` defines it
-        return type(base)(base.__name__, (base,), names)
-    made = type(base)(base.__name__, (nn.Module,), names)
-    try:
-        made.__bases__ = (base,)
-    except TypeError:  # another layout (`__slots__`)
-        return type(base)(base.__name__, (base,), names)
-    return made
-
-
 class OwnForward:
-    """The planned form of a `forward` that is an attribute of the model (mixed-precision wrappers), which hides the class's own.
+    """The planned form of a model's `forward`.
 
-    It does not keep the model alive, and like the subclass it reduces to the user's own when copied or pickled.
+    It does not keep the model alive, and it reduces to the user's own when copied or pickled.
     """
 
     def __init__(self, model: nn.Module, inner: Any) -> None:
@@ -308,8 +264,110 @@ class OwnForward:
             return self.inner(*args, **kwargs)
         return runner.forward(model, self.inner, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:  # what compilers ask of a method: its globals, its code
+        return getattr(self.__dict__["inner"], name)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return itself, (self.inner,)
+
+
+class ClassForward:
+    """Stands in a class for what is no function there, but gives a `forward` when an instance is asked: a static method, a property."""
+
+    def __init__(self, kind: type, own: Any) -> None:
+        self.kind = kind
+        self.own = own
+
+    def __get__(self, model: Any, kind: type) -> Any:
+        if model is None or torch.compiler.is_compiling() or model not in _RUNNERS or _is_above(self.kind, kind):
+            return self._found(model, kind)
+        try:
+            inner = self._found(model, kind)
+        except AttributeError:  # as Python goes on where a descriptor has nothing to give (scripted modules)
+            inner = kind.__getattr__(model, "forward")  # type: ignore[attr-defined]
+        return OwnForward(model, inner)
+
+    def _found(self, model: Any, kind: type) -> Any:
+        """What the user's class gives."""
+        get = getattr(type(self.own), "__get__", None)
+        return self.own if get is None else get(self.own, model, kind)
+
+
+class ClassForwardData(ClassForward):
+    """The same for what goes before the attributes of an instance: a property."""
+
+    def __set__(self, model: Any, value: Any) -> None:
+        type(self.own).__set__(self.own, model, value)
+
+    def __delete__(self, model: Any) -> None:
+        type(self.own).__delete__(self.own, model)
+
+
+def _watched(kind: type, own: types.FunctionType, is_inherited: bool) -> Any:
+    """A method that runs the class's own, for planned instances under their plan.
+
+    A function, as compilers look into nothing else, and in the user's own globals, which they read names from.
+    """
+    is_compiling, runners, is_above, partial = torch.compiler.is_compiling, _RUNNERS, _is_above, functools.partial
+
+    def above(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(kind, self).forward(*args, **kwargs)  # type: ignore[attr-defined]
+
+    call = above if is_inherited else own
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = None if is_compiling() else runners.get(self)  # a compiler would trace the lookup
+        if runner is None or is_above(kind, type(self)):
+            return call(self, *args, **kwargs)
+        return runner.forward(self, partial(call, self), args, kwargs)
+
+    made = types.FunctionType(forward.__code__, own.__globals__, own.__name__, None, forward.__closure__)
+    return functools.update_wrapper(made, own)
+
+
+@dataclass(slots=True)
+class _Installed:
+    """A class whose `forward` was exchanged."""
+
+    own: Any
+    """What stood there; None: the class inherited it."""
+    ours: Any
+    models: MutableMapping[nn.Module, None]
+    """Its planned instances."""
+
+
+def _is_above(kind: type, of: type) -> bool:
+    """Whether a planned class below `kind` has called it by `super()`."""
+    return next((c for c in of.__mro__ if c in _CLASSES), None) is not kind
+
+
+def _install(model: nn.Module) -> None:
+    """Note 1."""
+    kind = type(model)
+    found = _CLASSES.get(kind)
+    if found is None or kind.__dict__.get("forward") is not found.ours:
+        own = inspect.getattr_static(kind, "forward")
+        is_inherited = "forward" not in kind.__dict__
+        if type(own) is types.FunctionType:
+            ours: Any = _watched(kind, own, is_inherited)
+        else:
+            ours = (ClassForwardData if hasattr(type(own), "__set__") else ClassForward)(kind, own)
+        found = _CLASSES[kind] = _Installed(None if is_inherited else own, ours, WeakIdKeyDictionary())
+        type.__setattr__(kind, "forward", ours)  # a metaclass may have other ideas
+    found.models[model] = None
+
+
+def _uninstall(model: nn.Module) -> None:
+    for kind, found in list(_CLASSES.items()):
+        if found.models.pop(model, model) is model or found.models:
+            continue
+        del _CLASSES[kind]
+        if kind.__dict__.get("forward") is not found.ours:  # somebody else exchanged it since
+            continue
+        if found.own is None:
+            type.__delattr__(kind, "forward")
+        else:
+            type.__setattr__(kind, "forward", found.own)
 
 
 def itself(x: Any) -> Any:
@@ -332,11 +390,12 @@ def attach(model: nn.Module, runner: Runner) -> None:
         raise KeepwiseError(
             f"a plan is applied to this {type(model).__name__} already; call remove() on it before applying another"
         )
+    optimizers.install()
     inner = model.__dict__.get("forward")
     if inner is not None:
         model.__dict__["forward"] = OwnForward(model, inner)
     else:
-        model.__class__ = _subclass(type(model))
+        _install(model)
     _RUNNERS[model] = runner
     _MODULES.pop(model, None)
 
@@ -348,9 +407,7 @@ def detach(model: nn.Module) -> None:
     forward = model.__dict__.get("forward")
     if isinstance(forward, OwnForward):
         model.__dict__["forward"] = forward.inner
-    base = getattr(type(model), "_keepwise_base", None)
-    if base is not None:
-        model.__class__ = base
+    _uninstall(model)
 
 
 def models_of(runner: Runner) -> list[nn.Module]:

@@ -157,7 +157,10 @@ class WindowRun:
         with self.lock:
             for call, i in self.held.pop(storage, ()):
                 container, key = call.hold_places[i]
-                copy = copy_whole(call.holds[i][0])
+                held, version = call.holds[i]
+                if version_of(held) != version:  # written where we did not watch: an error when it is replayed
+                    continue
+                copy = copy_whole(held)
                 container[key] = copy
                 call.holds[i] = (copy, version_of(copy))
 

@@ -84,7 +84,7 @@ def prove_plan(
         optimizer: whose step `run` makes, if any.
         uses_context: whether the plan covers the user's whole step (`with plan:`) rather than the model's forward.
     """
-    state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
+    state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators, run=run)
     runner = plan.runner
     runner.audit_every, runner.num_steps, runner.collecting = 1, 0, True
     dropping = not runner.program.drops_nothing
@@ -143,7 +143,7 @@ def run_plain(
     Returns:
         Its seconds, and what it left behind.
     """
-    state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators)
+    state = SavedState(model, (batch.args, batch.kwargs), optimizer, generators, run=run)
     try:
         state.clear_gradients()
         torch.clear_autocast_cache()  # what it holds of an earlier step would not be cast in this one

@@ -145,7 +145,7 @@ def fit(
         if found is not None:
             say("reusing a cached plan")
             return _told(found.apply(model))
-        steppers = Steppers(model, made_optimizer)
+        steppers = Steppers(model, made_optimizer, step)
         with steppers if step is not None else contextlib.nullcontext():
             fitting = Fitting(
                 model=model,

@@ -104,7 +104,7 @@ def frontier(
     run = step if step is not None else whole_step(model, batch, loss, optimizer)
     if progress:
         progress("recording two steps")
-    with Steppers(model, optimizer):
+    with Steppers(model, optimizer, step):
         traced = trace_steps(
             run, model=model, inputs=(batch.args, batch.kwargs), optimizer=optimizer, grads=grads, device=device
         )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepwise.trace.quiet import quiet
+from keepwise.trace.reach import reached
 from keepwise.trace.saved_state import OptimizerState
 from keepwise.trace.state import Bytes
 
@@ -22,13 +23,16 @@ from keepwise.trace.state import Bytes
 class Steppers:
     """`with Steppers(model, known) as steppers:` watches the optimizers that step in this thread, and puts them back at the end."""
 
-    def __init__(self, model: nn.Module, known: torch.optim.Optimizer | None) -> None:
-        """`known`: an optimizer that is put back by others."""
+    def __init__(self, model: nn.Module, known: torch.optim.Optimizer | None, run: Any = None) -> None:
+        """`known`: an optimizer that is put back by others; `run`: the step, from which is found what it trains beside the model."""
+        modules, leaves = reached(run, model)
         self._parameters = {id(p) for p in model.parameters()}
+        self._beside = {id(p) for p in leaves} | {id(p) for m in modules for p in m.parameters()}
         self._thread = threading.get_ident()
         self._known = known
         self._seen: dict[int, tuple[torch.optim.Optimizer, OptimizerState, Bytes]] = {}
-        self._foreign: dict[str, int] = {}
+        self._foreign = 0
+        self._lost: dict[str, int] = {}
 
     @property
     def only(self) -> torch.optim.Optimizer | None:
@@ -40,9 +44,9 @@ class Steppers:
     def notes(self) -> tuple[str, ...]:
         """What was not put back, one sentence each."""
         return tuple(
-            f"the step also trains {count} tensors that are not in the model ({name}): their values were put back, their gradients "
-            "and their modules' buffers were not. Pass a module that holds all that is trained"
-            for name, count in self._foreign.items()
+            f"the step also trains {count} tensors that were found neither in the model nor from the step ({name}): their values were put "
+            "back, their gradients and their modules' buffers were not. Pass a module that holds all that is trained"
+            for name, count in self._lost.items()
         )
 
     def restore(self) -> None:
@@ -68,7 +72,9 @@ class Steppers:
             return
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [p for p in trained if id(p) not in self._parameters]
-        if foreign:
-            self._foreign[type(optimizer).__name__] = len(foreign)
+        self._foreign += len(foreign)
+        lost = [p for p in foreign if id(p) not in self._beside]
+        if lost:
+            self._lost[type(optimizer).__name__] = len(lost)
         with quiet():
             self._seen[id(optimizer)] = (optimizer, OptimizerState(optimizer), Bytes(foreign))

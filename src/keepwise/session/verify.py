@@ -86,13 +86,15 @@ class _Trial:
     def prove(self, steps: int, progress: Callable[[str], None] | None) -> Proof:
         """The proof; the model is under the plan that it was under before, if any."""
         self.stepping = make_optimizer(self.optimizer, self.model)
-        self.steppers = Steppers(self.model, self.stepping)
+        self.steppers = Steppers(self.model, self.stepping, self.step)
         runner, previous = self.plan.runner, runner_of(self.model)
         audit_every, num_steps = runner.audit_every, runner.num_steps
         runner.audit_every, runner.num_steps = 1, 0
         detach(self.model)
         try:
-            self.state = SavedState(self.model, (self.batch.args, self.batch.kwargs), self.stepping)
+            self.state = SavedState(
+                self.model, (self.batch.args, self.batch.kwargs), self.stepping, run=(self.step, self.loss)
+            )
             with self.steppers if self.step is not None else contextlib.nullcontext():
                 return prove(
                     run=self.run,

@@ -61,7 +61,8 @@ def trace_steps(
     Args:
         run: one whole step: forward, loss, backward and, where its memory is to count, `optimizer.step()`. What it returns is held
             to the end of the step: return the loss, detached.
-        model: its parameters, buffers, gradients and attributes are put back, bit for bit and object for object.
+        model: its parameters, buffers, gradients and attributes are put back, bit for bit and object for object; so are those of other
+            modules that `run` reaches.
         inputs: pytree of the tensors that `run` reads; their bytes and `.grad` are put back.
         optimizer: its state is put back.
         grads: whether gradient buffers exist during the whole recorded step, or are made by its backward.
@@ -74,7 +75,7 @@ def trace_steps(
         Exception: whatever `run` raises, after everything was put back.
     """
     admission = admission if admission is not None else Admission(timings_for(device if device is not None else "cpu"))
-    state = SavedState(model, inputs, optimizer, to_disk=spill, accumulates=False)
+    state = SavedState(model, inputs, optimizer, run=run, to_disk=spill, accumulates=False)
 
     def one(leaves: tuple[Leaf, ...]) -> Recording:
         return record(

@@ -18,7 +18,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class PythonState:
         hooked: paths of modules with hooks; what those write to globals is out of reach.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, beside: Iterable[nn.Module] = ()) -> None:
         self.tensors: list[Tensor] = []
         self.left: list[str] = []
         self.hooked: list[str] = []
@@ -57,6 +57,9 @@ class PythonState:
         """What was visited stays alive, so that no id is used twice."""
         self._stack: list[tuple[Any, str]] = []
         modules = list(model.named_modules()) if model is not None else []
+        modules += [
+            (f"({type(m).__name__}).{name}".rstrip("."), inner) for m in beside for name, inner in m.named_modules()
+        ]
         self._packages = {type(m).__module__.partition(".")[0] for _, m in modules} - _LIBRARIES | {"__main__"}
         for name, module in modules:  # before what they hold, so that each is met by its own path
             self._visit(module, name)

@@ -14,6 +14,7 @@ from torch import nn
 
 from keepwise.trace.python_state import PythonState
 from keepwise.trace.quiet import quiet
+from keepwise.trace.reach import reached
 from keepwise.trace.state import Bytes, Generators, Gradients, tensors_of
 from keepwise.trace.static import optimizer_tensors
 
@@ -33,6 +34,7 @@ class SavedState:
         optimizer: torch.optim.Optimizer | None,
         generators: Iterable[torch.Generator] = (),
         *,
+        run: Any = None,
         to_disk: bool = True,
         accumulates: bool = True,
     ) -> None:
@@ -43,18 +45,20 @@ class SavedState:
             inputs: pytree of the tensors that the steps read.
             optimizer: whose state and groups.
             generators: the user's own ones, as far as they are known.
+            run: the function that makes the steps; modules and leaves that it reaches beside the model are saved like the model.
             to_disk: put contents into files rather than into memory.
             accumulates: the steps may add to the gradients that exist, so that their contents are saved too.
         """
         with quiet():
             given = tensors_of(inputs)
-            parameters = list(model.parameters()) if model is not None else []
-            buffers = list(model.buffers()) if model is not None else []
-            leaves = [*parameters, *given]
+            beside, trained = reached(run, model)
+            modules = [m for m in (model, *beside) if m is not None]
+            buffers = [b for m in modules for b in m.buffers()]
+            leaves = [*(p for m in modules for p in m.parameters()), *trained, *given]
             self._gradients = Gradients(leaves)
             grads = [t.grad for t in leaves if accumulates and t.is_leaf and t.grad is not None]
             self._values = [(grad, grad.detach().clone()) for grad in grads]
-            self.attributes = PythonState(model)
+            self.attributes = PythonState(model, beside)
             self._generators = Generators()
             self.own_generators = {g._cdata: (g, g.get_state()) for g in generators}  # type: ignore[attr-defined]
             self._contents = Bytes([*leaves, *buffers, *self.attributes.tensors], to_disk=to_disk)

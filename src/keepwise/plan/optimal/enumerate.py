@@ -11,9 +11,9 @@ of its reading nodes serve the rest from A = K + X. All pairs K <= A and all par
 
 *Small storages* (statistics of a norm, log-sum-exp) are taken as held; together they are below `SMALL_SHARE` of the stage. In the
 *bound* those weigh nothing that a replay makes anyway, nothing is charged for the outer replay's temporaries, and what a window
-reads is charged to its last saved read only; hence it is at most the optimum of the family. Nor are copies of small leaves counted:
-sets that differ in them alone would be points of their own, which `_thinned` joins at a loss that is larger than those bytes. The *menu*
-is priced exactly by `StageProblem.evaluate`.
+reads is charged to its last saved read only; hence it is at most the optimum of the family. Copies of small leaves are
+counted for the empty set alone: other sets that differ in them would be points of their own, more than those bytes are worth. The
+*menu* is priced exactly by `StageProblem.evaluate`.
 
 Complexity: ops x nodes^2 x 2^storages bit operations. Above `MAX_SETS` sets, those are left out that an option of the search menu
 beats however they are partitioned (`_worth`); above `MAX_PAIRS` pairs, X has at most two storages.
@@ -110,6 +110,11 @@ class _Tables:
         self.possible = np.array([graph.step.ops[o].replayable for o in self.ops])
         self.workspace = np.array([graph.step.ops[o].workspace_bytes for o in self.ops], dtype=np.float64)
         self.drawn = np.array([graph.step.ops[o].rng_bytes for o in self.ops], dtype=np.float64)
+        self.copied = [
+            ([i for i, o in enumerate(self.ops) if s in problem.leaves.get(o, ())], float(graph.nbytes[s]))
+            for s in sorted({s for found in problem.leaves.values() for s in found})
+        ]
+        """Rows of the ops that read each leaf of which forward takes a copy, and its bytes."""
         self.relations: list[list[_Relation]] = [[] for _ in self.ops]
         for i, op in enumerate(self.ops):
             for need in graph.needs(op):
@@ -152,7 +157,7 @@ class _Tables:
         return tuple(self.op_index[o] for o in ops if o in self.op_index)
 
     def _base(self) -> None:
-        """Highest base in each node and in the gap after it, inputs included; base just before each node."""
+        """Highest base in each node, at its first moment and in the gap after it, inputs included; base just before each node."""
         problem, stage = self.problem, self.problem.stage
         level = problem.base.astype(np.float64).copy()
         before = problem.between.astype(np.float64).copy()
@@ -161,11 +166,13 @@ class _Tables:
             level[: end + 1 - stage.first] += problem.cost(s)
             before[: end + 1 - stage.first] += problem.cost(s)
         self.at_node: list[float] = []
+        self.at_first: list[float] = []
         self.after: list[float] = []
         self.before: list[float] = []
         for i, node in enumerate(self.nodes):
             stop = self.nodes[i + 1].first if i + 1 < len(self.nodes) else stage.last + 1
             self.at_node.append(float(level[node.first - stage.first : node.last + 1 - stage.first].max()))
+            self.at_first.append(float(level[node.first - stage.first]))
             gap = level[node.last + 1 - stage.first : stop - stage.first]
             self.after.append(float(gap.max()) if len(gap) else 0.0)
             self.before.append(float(before[node.first - stage.first]))
@@ -204,6 +211,14 @@ class _Tables:
         seconds[impossible] = np.inf
         return need, seconds
 
+    def aside(self, need: Sets, held: Sets) -> Vector:
+        """Bytes that forward sets aside for the needed ops: what they draw, and where nothing is held the leaves that they read."""
+        found = self.drawn @ need
+        bare = np.flatnonzero(~held.any(axis=0))
+        for rows, nbytes in self.copied if len(bare) else ():
+            found[bare] += nbytes * need[rows][:, bare].any(axis=0)
+        return found
+
     def dropped(self, sets: Sets) -> list[tuple[int, Sets]]:
         """Columns that some replay makes, where they are not in the sets."""
         return [(c, ~sets[c]) for c in range(len(self.large)) if self.last_node[c] >= 0]
@@ -224,10 +239,17 @@ class _Tables:
                 groups[rows] = groups.get(rows, 0.0) + size
         return [(size, float(self.seconds[list(rows)].sum()) if rows else np.inf) for rows, size in groups.items()]
 
-    def replay_peak(self, need: Sets, retained: Sequence[tuple[int, Sets]]) -> Vector:
-        """High water of each set's replay: its own storages and workspace."""
+    def replay_peak(self, need: Sets, retained: Sequence[tuple[int, Sets]], small: Sequence[int] = ()) -> Vector:
+        """High water of each set's replay: its own storages and workspace.
+
+        Args:
+            need: the ops that it runs.
+            retained: columns that it retains, and for which sets.
+            small: positions of small storages that it retains where it makes them.
+        """
         graph = self.problem.graph
         keep = dict(retained)
+        kept = {self.problem.storages[p] for p in small}
         names: dict[int, int] = {}
         born: list[int] = []
         size: list[float] = []
@@ -242,6 +264,8 @@ class _Tables:
             column = self.column.get(s)
             if column is not None and column in keep:
                 alive[row] = keep[column]
+            elif s in kept:
+                alive[row] = True
         peak = np.zeros(count)
         weights = np.array(size)
         born_at = np.array(born)
@@ -363,7 +387,7 @@ class _Windows:
         self.peak: dict[tuple[int, int], Vector] = {}
         need, _ = tables.closure(tables.dropped(sets), sets)
         self.absent = tables.small_absent(need)
-        self.carried = tables.drawn @ need
+        self.carried = tables.aside(need, sets)
         held = tables.held_profile(sets)
         for absent, size, at in zip(self.absent, tables.small_bytes, tables.small_nodes, strict=True):
             for n in range(max(at, default=-1) + 1):
@@ -401,7 +425,16 @@ class _Windows:
         need, seconds = tables.closure(wanted, sets)
         begun = np.zeros(count, dtype=np.bool_)
         peak = np.zeros(count)
-        inner = tables.replay_peak(need, wanted) + tables.drawn @ need
+        aside = tables.aside(need, sets)
+        # What is read in this window is made by it, or held although it need not be.
+        read = [
+            (p, size, absent, max(q for q in at if q <= j))
+            for p, size, absent, at in zip(
+                tables.small, tables.small_bytes, self.absent, tables.small_nodes, strict=True
+            )
+            if any(i <= q <= j for q in at)
+        ]
+        inner = tables.replay_peak(need, wanted, [p for p, *_ in read]) + aside
         for n in range(i, j + 1):
             fresh = np.zeros(count, dtype=np.bool_)
             for c in tables.node_reads[n]:
@@ -410,12 +443,15 @@ class _Windows:
             peak = np.maximum(peak, np.where(starts, tables.before[n] + held[n] + inner, 0.0))
             begun |= fresh
             now = sum((tables.nbytes[c] * (where & begun) for c, where in wanted if last[c] >= n), np.zeros(count))
-            # A small one that is read in this window and was made by it, or is held although it need not be.
-            for absent, size, at in zip(self.absent, tables.small_bytes, tables.small_nodes, strict=True):
-                if any(n <= q <= j for q in at):
+            for _, size, absent, end in read:
+                if end >= n:
                     now = now + size * (begun & ~absent)
             peak = np.maximum(peak, tables.at_node[n] + held[n] + now)
+            peak = np.maximum(peak, np.where(starts, tables.at_first[n] + held[n] + now + aside, 0.0))
             later = sum((tables.nbytes[c] * (where & begun) for c, where in wanted if last[c] > n), np.zeros(count))
+            for _, size, absent, end in read:
+                if end > n:
+                    later = later + size * (begun & ~absent)
             peak = np.maximum(peak, tables.after[n] + held[n + 1] + later)
         self.seconds[i, j] = seconds
         self.peak[i, j] = peak
@@ -469,7 +505,7 @@ class _Outer:
                 node[~start[tables.node_reads[n]].all(axis=0)] = n
             used = node < len(tables.nodes)
             at = np.where(used, node, 0)
-            peak = before[at, held[part]] + tables.replay_peak(need, wanted) + tables.drawn @ need
+            peak = before[at, held[part]] + tables.replay_peak(need, wanted) + tables.aside(need, start)
             self.peak[part] = np.where(used & need.any(axis=0), peak, 0.0)
 
     @staticmethod
@@ -540,7 +576,10 @@ class _Menu:
                             )
                         )
                     previous = value
-        return self._price(undominated(points), exact)
+        bare = [p for p in points if not sets[:, p[4]].any()]
+        others = [p for p in points if sets[:, p[4]].any()]
+        # What nothing is held for is compared with its like only: segments need those.
+        return self._price([*undominated(bare), *undominated(others)], exact)
 
     def _with_retained(self) -> Vector:
         """[limit, set K]: least seconds over all A >= K."""

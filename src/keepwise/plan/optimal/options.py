@@ -113,6 +113,19 @@ class StageProblem:
         self.leaves = _leaves_here(graph, stage)
         self.reads_of = {s: [(n.first, n.last) for n in stage.nodes if s in n.storages] for s in self.storages}
 
+    def aside_bytes(self, *, through: bool) -> int:
+        """Bytes that forward sets aside where nothing of the stage is held: for a replay of what its backward reads.
+
+        Args:
+            through: whether its outputs are made again too, for the stages after it.
+        """
+        graph, outputs = self.graph, set(self.stage.outputs) - set(self.inputs)
+        ops = (
+            self.recipe(outputs.union(self.stage.own) if through else set(self.stage.own) - outputs, self.at_hand) or ()
+        )
+        leaves = {s for o in ops for s in self.leaves.get(o, ())}
+        return graph.copied_bytes(ops) + sum(map(graph.drawn_bytes, ops)) + sum(graph.nbytes[s] for s in leaves)
+
     def last_need(self, storage: int) -> int:
         """Last moment of the stage's backward at which a held storage is needed, windows that read it apart."""
         if storage in self.stage.shared:

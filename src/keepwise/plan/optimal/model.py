@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from keepwise.ir import Step
 from keepwise.plan.optimal.chain import Held, Link
-from keepwise.plan.optimal.enumerate import enumerate_menu, is_wide, relaxed_bounds
+from keepwise.plan.optimal.dominance import dominant
+from keepwise.plan.optimal.enumerate import enumerate_menu, is_wide
 from keepwise.plan.optimal.graph import Graph
-from keepwise.plan.optimal.menu import dominant, search_menu
+from keepwise.plan.optimal.menu import search_menu
 from keepwise.plan.optimal.options import Option, StageProblem
 from keepwise.plan.optimal.pieces import piece_menu
+from keepwise.plan.optimal.relaxed import relaxed_bounds
 from keepwise.plan.optimal.stages import Chain, cut_chains
 
 

@@ -26,14 +26,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from keepwise.plan.optimal.enumerate import (
-    Enumerated,
-    enumerate_menu,
-    lasting_small,
-    small_storages,
-    undominated,
-)
-from keepwise.plan.optimal.menu import dominant
+from keepwise.plan.optimal.arrays import small_storages
+from keepwise.plan.optimal.dominance import dominant, undominated
+from keepwise.plan.optimal.enumerate import Enumerated, enumerate_menu, lasting_small
 from keepwise.plan.optimal.options import Choice, Option, StageProblem
 from keepwise.plan.optimal.stages import Stage
 

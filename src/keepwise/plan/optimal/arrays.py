@@ -67,10 +67,13 @@ class StageArrays:
         self.seconds = np.array([graph.step.ops[o].seconds for o in self.ops])
         self.possible = np.array([graph.step.ops[o].replayable for o in self.ops])
         self.workspace = np.array([graph.step.ops[o].workspace_bytes for o in self.ops], dtype=np.float64)
-        self.drawn = np.array([graph.step.ops[o].rng_bytes for o in self.ops], dtype=np.float64)
+        self.drawn = np.array(
+            [0 if o in problem.counted else graph.step.ops[o].rng_bytes for o in self.ops], dtype=np.float64
+        )
+        elsewhere = {s for o in problem.counted for s in problem.leaves.get(o, ())}
         self.copied = [
             ([i for i, o in enumerate(self.ops) if s in problem.leaves.get(o, ())], float(graph.nbytes[s]))
-            for s in sorted({s for found in problem.leaves.values() for s in found})
+            for s in sorted({s for found in problem.leaves.values() for s in found} - elsewhere)
         ]
         """Rows of the ops that read each leaf of which forward takes a copy, and its bytes."""
         self.relations: list[list[_Relation]] = [[] for _ in self.ops]

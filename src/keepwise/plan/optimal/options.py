@@ -88,9 +88,16 @@ class StageProblem:
         gap_bytes: highest base above the level between its backward and that of the stage before, with shared inputs.
         forward_level: smallest base in the stage's forward.
         leaves: op -> leaves of which its replays, and those of no other stage, read the copy that forward takes.
+        counted: ops for which another problem counts what forward sets aside.
     """
 
-    def __init__(self, graph: Graph, stage: Stage, always_held: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stage: Stage,
+        always_held: frozenset[int] = frozenset(),
+        counted: frozenset[int] = frozenset(),
+    ) -> None:
         self.graph = graph
         self.stage = stage
         self.inputs = stage.inputs
@@ -111,6 +118,7 @@ class StageProblem:
         self.front = graph.base[front] - self.forward_level
         self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage, always_held)
         self.leaves = _leaves_here(graph, stage)
+        self.counted = counted
         self.reads_of = {s: [(n.first, n.last) for n in stage.nodes if s in n.storages] for s in self.storages}
 
     def aside_bytes(self, *, through: bool) -> int:

@@ -77,22 +77,31 @@ def test_a_planner_that_raises_or_returns_nonsense_costs_a_candidate_only() -> N
         def plan(self, step: Step, budget_bytes: int | None) -> Schedule:
             return Schedule()  # everything is dropped and nothing replayed
 
+    class Mute:
+        def plan(self, step: Step, budget_bytes: int | None) -> Schedule:
+            return None  # pyright: ignore[reportReturnType]
+
     step = gpt_like(2)
     budget = simulate(step, get_planner("full").plan(step, None)).peak_bytes
     expected = plan_optimal(gpt_like(2), budget)
-    register_planner("wrong", Wrong())
-    assert plan_optimal(step, budget).schedule == expected.schedule
-    register_planner("broken", Broken())
-    with pytest.warns(UserWarning, match="the planner 'broken' raised RuntimeError"):
-        assert plan_optimal(step, budget).schedule == expected.schedule
+    for planner, fault in (
+        (Wrong(), "returned an illegal schedule: .*dropped and read"),
+        (Broken(), "raised RuntimeError"),
+        (Mute(), "returned NoneType, not a keepwise.ir.Schedule"),
+    ):
+        register_planner("other", planner, replace=True)
+        with pytest.warns(UserWarning, match=f"the planner 'other' {fault}.*; it is left out"):
+            assert plan_optimal(step, budget).schedule == expected.schedule
 
 
 def test_names() -> None:
     for wrong in ("", "auto", "full", "every", "a b", "x:y"):
         with pytest.raises(UsageError, match="cannot name a planner"):
             register_planner(wrong, Mine())
-    with pytest.raises(UsageError, match=r"a planner has a method plan\(step, budget_bytes\), int has none"):
+    with pytest.raises(UsageError, match=r"an object with plan\(step, budget_bytes\), got int"):
         register_planner("mine", 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match=r"pass Mine\(\), not the class"):
+        register_planner("mine", Mine)  # pyright: ignore[reportArgumentType]
     register_planner("mine", Mine())
     with pytest.raises(UsageError, match="replace=True"):
         register_planner("mine", Mine())

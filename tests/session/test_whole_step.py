@@ -164,16 +164,18 @@ def test_the_predicted_peak_is_the_allocators(name: str, budget: str) -> None:
 def test_parameters_that_are_trained_in_backward_are_not_copied_for_replays() -> None:
     """A block's replay runs before its own parameters are written: references are enough, also where they are large."""
     case = optimizer_in_backward(width=272)  # the matrices are above the size up to which leaves are copied
-    plan = keepwise.fit(case.model, budget="0.72x", grads="fresh", **case.fit)  # pyright: ignore[reportArgumentType]
+    plan = keepwise.fit(case.model, budget="0.7x", grads="fresh", **case.fit)  # pyright: ignore[reportArgumentType]
     step = plan.step
     plan.remove()
     writes = {s for op in step.ops if op.phase is not Phase.FORWARD for s in op.writes}
     assert any(step.storages[s].nbytes > 1 << 20 and step.storages[s].name for s in writes)
     assert plan.status.name in ("OPTIMAL", "FEASIBLE")
     assert not any(w.copies for w in plan.schedule.windows)
-    result = plan_optimal(step, plan.budget_bytes or 0)
+    budget = plan.budget_bytes or 0
+    result = plan_optimal(step, budget)
     assert result.status is not Status.INFEASIBLE
-    assert result.gap < 0.05
+    # The budget is a few KiB below where the next plan fits, which is less than the bound sees: what it gives away is no more than that.
+    assert plan_optimal(step, budget * 999 // 1000).bound_seconds > 0.95 * result.added_seconds
 
 
 def test_the_report_names_the_optimizer_where_it_makes_the_peak(tmp_path: Path) -> None:

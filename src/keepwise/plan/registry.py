@@ -20,6 +20,7 @@ import warnings
 from keepwise._errors import UsageError
 from keepwise.ir import Schedule, Step
 from keepwise.plan.planner import Planner
+from keepwise.simulate import ScheduleError, simulate
 
 _REGISTERED: dict[str, Planner] = {}
 
@@ -45,8 +46,7 @@ def register_planner(name: str, planner: Planner, *, replace: bool = False) -> N
         raise UsageError(
             f"{name!r} cannot name a planner: use letters, digits, '-' and '_', and none of {', '.join(sorted(RESERVED))}"
         )
-    if not isinstance(planner, Planner):
-        raise UsageError(f"a planner has a method plan(step, budget_bytes), {type(planner).__name__} has none")
+    _check(planner)
     if name in _REGISTERED and not replace:
         raise UsageError(f"a planner is called {name!r} already; pass replace=True to put this one in its place")
     _REGISTERED[name] = planner
@@ -67,12 +67,45 @@ def registered_planners() -> dict[str, Planner]:
     return dict(_REGISTERED)
 
 
+def ask(planner: Planner, name: str, step: Step, budget_bytes: int | None) -> Schedule:
+    """What a planner of the user's own proposes.
+
+    Raises:
+        UsageError: it is none, it raised (the cause), or what it returned is no `Schedule`.
+    """
+    _check(planner)
+    try:
+        schedule = planner.plan(step, budget_bytes)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the planner {name!r} raised {error!r}") from error
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"the planner {name!r} returned {type(schedule).__name__}, not a keepwise.ir.Schedule")
+    return schedule
+
+
 def registered_schedules(step: Step, budget_bytes: int | None) -> list[tuple[str, Schedule]]:
-    """What each registered planner proposes; one that raises is left out with a warning."""
+    """What each registered planner proposes; one that raises, or whose schedule the judge refuses, is left out with a warning."""
     found: list[tuple[str, Schedule]] = []
     for name, planner in _REGISTERED.items():
         try:
-            found.append((name, planner.plan(step, budget_bytes)))
-        except Exception as error:  # its fault must not cost the user the plan
-            warnings.warn(f"keepwise: the planner {name!r} raised {error!r}; it is left out", stacklevel=3)
+            schedule = ask(planner, name, step, budget_bytes)
+            simulate(step, schedule)
+        except UsageError as error:  # its fault must not cost the user the plan
+            warnings.warn(f"keepwise: {error}; it is left out", stacklevel=3)
+        except ScheduleError as error:
+            text = f"keepwise: the planner {name!r} returned an illegal schedule: {error}; it is left out"
+            warnings.warn(text, stacklevel=3)
+        else:
+            found.append((name, schedule))
     return found
+
+
+def _check(planner: Planner) -> None:
+    if not isinstance(planner, Planner):
+        raise UsageError(
+            f"planner must be a name or an object with plan(step, budget_bytes), got {type(planner).__name__}"
+        )
+    if isinstance(planner, type):
+        raise UsageError(f"a planner is an object: pass {planner.__name__}(), not the class")

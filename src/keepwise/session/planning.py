@@ -14,6 +14,7 @@ from keepwise.ir.packing import with_packing
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import OptimalResult, plan_floor, plan_optimal
 from keepwise.plan.optimal import Status as Solved
+from keepwise.plan.registry import ask
 from keepwise.session.advice import binding_moment, infeasible_message, named_message
 from keepwise.session.budget import is_word
 from keepwise.session.forced import plan_forced
@@ -280,15 +281,12 @@ def _named(step: Step, budget_bytes: int | None, planner: Any, plain: Timeline) 
         chosen = get_planner(planner) if isinstance(planner, str) else planner
     except (KeyError, ValueError) as error:
         raise UsageError(str(error).strip("'\"")) from None
-    if not hasattr(chosen, "plan"):
-        raise UsageError(
-            f"planner must be a name or an object with plan(step, budget_bytes), got {type(planner).__name__}"
-        )
-    schedule = chosen.plan(step, budget_bytes)
+    name = planner if isinstance(planner, str) else type(planner).__name__
+    schedule = ask(chosen, name, step, budget_bytes)
     try:
         timeline = simulate(step, schedule)
     except ScheduleError as error:
-        raise UsageError(f"the planner {planner!r} returned an illegal schedule: {error}") from error
+        raise UsageError(f"the planner {name!r} returned an illegal schedule: {error}") from error
     fits = budget_bytes is None or timeline.peak_bytes <= budget_bytes
     status = Status.FEASIBLE if fits else Status.INFEASIBLE
     if not schedule.windows and fits:

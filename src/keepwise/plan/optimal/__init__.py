@@ -1,10 +1,13 @@
-"""The optimal planner: the fastest plan within a budget, with a bound.
+"""The optimal planner: the fastest plan within a budget, with a bound. In the order of the data:
 
-In the order of the data: `graph` (bytes that no plan changes, recipes), `cuts` and `stages` (the forward pass cut at its narrow
-points, equal stages recognised), `options` (what one stage can do, exactly priced), `menu`, `enumerate` and `pieces` (all that is
-worth doing: by search, completely, completely in parts that share little), `model` (one step ready for planning), `chain` and
-`programs` (a dynamic program over the stages), `assemble` (decisions to a `Schedule`), `improve` (local search), `workbench` (what is
-kept for the next budget), `solve` (the judge's loop), `result`.
+- `graph`: bytes that no plan changes, recipes; `cuts`, `stages`: the forward pass cut at its narrow points, equal stages recognised;
+- `options`: what one stage can do, exactly priced. All that is worth doing: by search (`menu`), completely (`enumerate`, which counts
+  with `arrays` and `windows`), or completely in parts that share little (`pieces`). `relaxed`: what a stage needs at least;
+  `dominance`: what no other beats;
+- `model`: one step ready for planning; `chain`: a dynamic program over its stages; `programs`: those of all passes;
+- `assemble`: decisions to a `Schedule`; `improve`: local search; `workbench`: what is kept for the next budget;
+- `solve`: the judge's loop; `in_flight`: for several micro-batches; `overall`: a bound over all schedules;
+- `binding`: what makes the peak; `result`: the answer.
 """
 
 from __future__ import annotations

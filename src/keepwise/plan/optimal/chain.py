@@ -9,6 +9,7 @@ and with a first pass, the real forward, that costs nothing:
 
 m counts bytes on the whole device above a common level, inputs of s included. Either the pass drops everything up to the
 inputs of a later stage k (a segment s..k-1, to be replayed), or stage s takes an option and the pass goes on to s + 1.
+A segment leaves behind its inputs and what forward sets aside for its replays (copies of leaves, generator states, packed masks).
 Equal sequences of stages share a table. Bytes are counted in grains: rounded up they give plans, rounded down a bound.
 
 Complexity: O(K (n + options)) vector operations over the grains, K distinct sequences (n of them for equal stages).
@@ -96,6 +97,10 @@ class Link:
     """High water of that replay beyond the inputs, in bytes."""
     start_bytes: int
     """Base just before the stage's backward above `level`, in bytes."""
+    aside_bytes: int
+    """Bytes that forward sets aside until the stage's backward where nothing of it is held: copies of leaves, what its ops drew."""
+    aside_bytes_through: int
+    """The same where its outputs are made again too."""
 
     @property
     def input_bytes(self) -> int:
@@ -188,10 +193,12 @@ class ChainProgram:
         self._key_of: dict[tuple[int, int], int] = {}
         self._until = [0.0]
         self._dead = [0]
+        self._aside = [0]
         for link in self.links:
             finite = np.isfinite(link.pass_seconds)
             self._until.append(self._until[-1] + (link.pass_seconds if finite else 0.0))
             self._dead.append(self._dead[-1] + (not finite))
+            self._aside.append(self._aside[-1] + link.aside_bytes_through)
         self._highs: dict[int, list[int]] = {}
         self._fronts: dict[int, list[int]] = {}
         self._build_segments()
@@ -226,9 +233,21 @@ class ChainProgram:
         need = max(link.options[number].peak_bytes, link.gap_bytes) + link.level
         return self.grains(max(need, link.forward_bytes[number] + link.forward_level) - self.low)
 
-    def _left(self, s: int, k: int) -> int:
-        """Grains of the inputs of s that are not inputs of k too: what a pass leaves behind."""
-        return self.grains(sum(i.nbytes for i in self.links[s].inputs if self._crosses[i.storage] < k))
+    def _inputs_left(self, s: int, k: int) -> int:
+        """Bytes of the inputs of s that are not inputs of k too: what a pass leaves behind."""
+        return sum(i.nbytes for i in self.links[s].inputs if self._crosses[i.storage] < k)
+
+    def _left(self, s: int, number: int) -> int:
+        """Grains that a pass leaves behind where stage s takes an option."""
+        return self.grains(self._inputs_left(s, s + 1)) + self.grains(self.links[s].options[number].held_bytes)
+
+    def _left_by_segment(self, s: int, k: int) -> int:
+        """Grains that a pass leaves behind where it drops stages s..k-1."""
+        return self.grains(self._inputs_left(s, k) + self._set_aside(s, k - 1))
+
+    def _set_aside(self, s: int, t: int) -> int:
+        """Bytes that forward sets aside for replays of stages s..t, of which nothing but the inputs of s is held."""
+        return self._aside[t] - self._aside[s] + self.links[t].aside_bytes
 
     def _steps(self, s: int, t: int) -> _Steps:
         return self._tables[self._key_of[s, t]]
@@ -266,19 +285,18 @@ class ChainProgram:
             if not np.isfinite(replayed):
                 break
             room = self._pass_room(s, k, t)
-            rest = (self._steps(k, t), self._left(s, k))
+            rest = (self._steps(k, t), self._left_by_segment(s, k))
             inner = (self._steps(s, k - 1), self._level_shift(t, k - 1))
             self._relax(best, room, replayed, rest, inner)
         if np.isfinite(here.pass_seconds):
-            room = self.grains(links[t].start_bytes + here.input_bytes + here.pass_bytes)
+            room = self._pass_room(s, s + 1, t)
             tail = self._steps(s + 1, t)
             rise = here.level - links[t].level
-            held = self._left(s, s + 1)
-            for option in here.options:
+            for number, option in enumerate(here.options):
                 if option.held:
                     need = max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise))
                     seconds = option.seconds + here.pass_seconds
-                    self._relax(best, need, seconds, (tail, held + self.grains(option.held_bytes)))
+                    self._relax(best, need, seconds, (tail, self._left(s, number)))
         return best
 
     def _pass_seconds(self, s: int, k: int) -> float:
@@ -286,14 +304,14 @@ class ChainProgram:
         return self._until[k] - self._until[s] if self._dead[k] == self._dead[s] else float("inf")
 
     def _pass_room(self, s: int, k: int, t: int) -> int:
-        """Grains that this replay needs before the backward of t, relative to its level."""
+        """Grains that this replay needs before the backward of t, relative to its level, what is set aside for s..t included."""
         links = self.links
         highs = self._highs.setdefault(s, [links[s].pass_bytes])
         mine = {i.storage for i in links[s].inputs}
         for j in range(s + len(highs), k):
             new = sum(i.nbytes for i in links[j].inputs if i.storage not in mine)
             highs.append(max(highs[-1], links[j].pass_bytes + new))
-        return self.grains(links[t].start_bytes + links[s].input_bytes + highs[k - s - 1])
+        return self.grains(links[t].start_bytes + links[s].input_bytes + highs[k - s - 1] + self._set_aside(s, t))
 
     def _level_shift(self, t: int, k: int) -> int:
         """Grains by which the level of stage k lies above that of t."""
@@ -313,17 +331,14 @@ class ChainProgram:
         steps: list[_Steps] = [_Steps(tables[count])] * (count + 1)
         for s in range(count - 1, -1, -1):
             best = np.full(self.size, np.inf)
-            here = self.links[s]
-            held = self._left(s, s + 1)
-            for number, option in enumerate(here.options):
-                shift = held + self.grains(option.held_bytes)
-                self._relax(best, self._need(s, number), option.seconds, (steps[s + 1], shift))
+            for number, option in enumerate(self.links[s].options):
+                self._relax(best, self._need(s, number), option.seconds, (steps[s + 1], self._left(s, number)))
             for k in splits(s, min(s + MAX_LENGTH, count)):
                 inner = self._steps(s, k - 1)
                 if not np.isfinite(inner.last):
                     break
                 room = self._front(s, k)
-                self._relax(best, room, 0.0, (steps[k], self._left(s, k)), (inner, self._absolute(k - 1)))
+                self._relax(best, room, 0.0, (steps[k], self._left_by_segment(s, k)), (inner, self._absolute(k - 1)))
             tables[s] = best
             steps[s] = _Steps(best)
         return tables
@@ -331,9 +346,10 @@ class ChainProgram:
     def _front(self, s: int, k: int) -> int:
         """Grains that the real forward of stages s..k-1 needs while it drops everything since the inputs of s."""
         highs = self._fronts.setdefault(s, [])
-        for link in self.links[s + len(highs) : k]:
+        for j in range(s + len(highs), k):
+            link = self.links[j]
             inputs = sum(i.nbytes for i in self.links[s].inputs if i.held_until < link.forward_stop)
-            high = link.forward_high + link.forward_level + inputs
+            high = link.forward_high + link.forward_level + inputs + self._aside[j] - self._aside[s]
             highs.append(max(highs[-1], high) if highs else high)
         return self.grains(highs[k - s - 1] - self.low)
 
@@ -352,10 +368,9 @@ class ChainProgram:
         while s < count:
             here = self.links[s]
             value = float(root[s][m])
-            held = self._left(s, s + 1)
             chosen: tuple[float, int, StageEntry | SegmentEntry, int] | None = None
             for number, option in enumerate(here.options):
-                rest = m - held - self.grains(option.held_bytes)
+                rest = m - self._left(s, number)
                 if rest < 0 or self._need(s, number) > m:
                     continue
                 total = option.seconds + float(root[s + 1][rest])
@@ -367,7 +382,7 @@ class ChainProgram:
                     if not np.isfinite(inner.last):
                         break
                     room = self._front(s, k)
-                    rest = m - self._left(s, k)
+                    rest = m - self._left_by_segment(s, k)
                     relative = m - self._absolute(k - 1)
                     if rest < 0 or room > m or relative < 0:
                         continue
@@ -405,12 +420,12 @@ class ChainProgram:
 
     def _option_step(self, s: int, t: int, m: int, value: float) -> tuple[StageEntry, int, int] | None:
         here = self.links[s]
-        room = self.grains(self.links[t].start_bytes + here.input_bytes + here.pass_bytes)
+        room = self._pass_room(s, s + 1, t)
         tail = self._steps(s + 1, t)
         rise = here.level - self.links[t].level
-        for option in here.options:
+        for number, option in enumerate(here.options):
             if option.held:
-                rest = m - self._left(s, s + 1) - self.grains(option.held_bytes)
+                rest = m - self._left(s, number)
                 if rest < 0 or max(room, self.grains(max(option.peak_bytes, here.gap_bytes) + rise)) > m:
                     continue
                 if tail.at(rest) + (option.seconds + here.pass_seconds) <= value + _TINY * (1.0 + value):
@@ -423,7 +438,7 @@ class ChainProgram:
             if not np.isfinite(replayed):
                 break
             room = self._pass_room(s, k, t)
-            rest = m - self._left(s, k)
+            rest = m - self._left_by_segment(s, k)
             inner_at = m - self._level_shift(t, k - 1)
             if rest < 0 or inner_at < 0 or room > m:
                 continue

@@ -14,37 +14,14 @@ It is a search, not a proof.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
+from keepwise.plan.optimal.dominance import dominant
 from keepwise.plan.optimal.options import Option, StageProblem
 
 MAX_GROUPS = 16
 """Reading nodes are joined to at most as many groups before they are partitioned."""
 
 MAX_SETS = 48
-MAX_OPTIONS = 400
-
-
-def dominant(options: Iterable[Option], limit: int = MAX_OPTIONS) -> list[Option]:
-    """Options that no other beats in seconds, held bytes, peak and forward peak at once, cheapest first.
-
-    One that holds something beats none that holds nothing: segments need those.
-    """
-    ordered = sorted(options, key=lambda o: (o.seconds, o.held_bytes, o.peak_bytes, o.forward_bytes))
-    kept: list[Option] = []
-    for option in ordered:
-        if not any(
-            (option.held or not k.held)
-            and k.held_bytes <= option.held_bytes
-            and k.peak_bytes <= option.peak_bytes
-            and k.forward_bytes <= option.forward_bytes
-            for k in kept
-        ):
-            kept.append(option)
-    if len(kept) > limit:
-        stride = len(kept) / limit
-        kept = [kept[int(i * stride)] for i in range(limit)]
-    return kept
 
 
 def search_menu(problem: StageProblem, *, pairs: bool = True) -> list[Option]:

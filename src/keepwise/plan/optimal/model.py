@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from keepwise.ir import Step
 from keepwise.plan.optimal.chain import Held, Link
-from keepwise.plan.optimal.enumerate import enumerate_menu, is_wide, relaxed_bounds
+from keepwise.plan.optimal.dominance import dominant
+from keepwise.plan.optimal.enumerate import enumerate_menu, is_wide
 from keepwise.plan.optimal.graph import Graph
-from keepwise.plan.optimal.menu import dominant, search_menu
+from keepwise.plan.optimal.menu import search_menu
 from keepwise.plan.optimal.options import Option, StageProblem
 from keepwise.plan.optimal.pieces import piece_menu
+from keepwise.plan.optimal.relaxed import relaxed_bounds
 from keepwise.plan.optimal.stages import Chain, cut_chains
 
 
@@ -57,6 +59,7 @@ class Model:
         """The chain of a pass for the dynamic program, with `menus` or `bounds`."""
         result: list[Link] = []
         fronts: dict[tuple[int, bytes], tuple[int, ...]] = {}
+        aside: dict[int, tuple[int, int]] = {}
         for stage, problem, kind in zip(part.chain.stages, part.problems, part.kinds, strict=True):
             hand = problem.at_hand
             made = set(stage.outputs) - set(stage.inputs)
@@ -65,6 +68,8 @@ class Model:
                 Held(storage=s, nbytes=problem.cost(s), held_until=self.graph.step.storages[s].held_until)
                 for s in stage.inputs
             )
+            if kind not in aside:
+                aside[kind] = problem.aside_bytes(through=False), problem.aside_bytes(through=True)
             front = (kind, problem.front.tobytes())
             if front not in fronts:
                 if menus is self.menus:
@@ -85,6 +90,8 @@ class Model:
                     pass_seconds=float("inf") if ops is None else self.graph.seconds(ops),
                     pass_bytes=0 if not ops else self.graph.replay_peak(ops, hand, made),
                     start_bytes=int(problem.between[0]) if len(problem.between) else 0,
+                    aside_bytes=aside[kind][0],
+                    aside_bytes_through=aside[kind][1],
                 )
             )
         return tuple(result)

@@ -88,9 +88,16 @@ class StageProblem:
         gap_bytes: highest base above the level between its backward and that of the stage before, with shared inputs.
         forward_level: smallest base in the stage's forward.
         leaves: op -> leaves of which its replays, and those of no other stage, read the copy that forward takes.
+        counted: ops for which another problem counts what forward sets aside.
     """
 
-    def __init__(self, graph: Graph, stage: Stage, always_held: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stage: Stage,
+        always_held: frozenset[int] = frozenset(),
+        counted: frozenset[int] = frozenset(),
+    ) -> None:
         self.graph = graph
         self.stage = stage
         self.inputs = stage.inputs
@@ -111,7 +118,21 @@ class StageProblem:
         self.front = graph.base[front] - self.forward_level
         self.at_hand = frozenset(stage.inputs) | _held_elsewhere(graph, stage, always_held)
         self.leaves = _leaves_here(graph, stage)
+        self.counted = counted
         self.reads_of = {s: [(n.first, n.last) for n in stage.nodes if s in n.storages] for s in self.storages}
+
+    def aside_bytes(self, *, through: bool) -> int:
+        """Bytes that forward sets aside where nothing of the stage is held: for a replay of what its backward reads.
+
+        Args:
+            through: whether its outputs are made again too, for the stages after it.
+        """
+        graph, outputs = self.graph, set(self.stage.outputs) - set(self.inputs)
+        ops = (
+            self.recipe(outputs.union(self.stage.own) if through else set(self.stage.own) - outputs, self.at_hand) or ()
+        )
+        leaves = {s for o in ops for s in self.leaves.get(o, ())}
+        return graph.copied_bytes(ops) + sum(map(graph.drawn_bytes, ops)) + sum(graph.nbytes[s] for s in leaves)
 
     def last_need(self, storage: int) -> int:
         """Last moment of the stage's backward at which a held storage is needed, windows that read it apart."""

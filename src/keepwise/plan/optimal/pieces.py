@@ -9,7 +9,8 @@ are at hand, every piece is a stage of its own, and is enumerated (`enumerate_me
 
 *Family.* A stage holds K and a set of its own for each piece from forward; one replay at the start of its backward retains A - K; each
 piece then has the family of a stage, windows that end with the piece. While a piece's backward runs, what the pieces after it hold is
-there too. So the pieces are joined from the last one on, by a table over limits on the peak and bytes held (`_join`).
+there too. So the pieces are joined from the last one on, by a table over limits on the peak and bytes held (`_Join`). What forward
+sets aside for an op that several pieces may replay is counted by the last of them: it is there until then.
 
 The *bound* takes all else that pieces want from each other as at hand and free, and so the small storages that they share; bytes are
 rounded down. The *menu* is priced exactly, for points that are the best at some price of memory and others between them.
@@ -26,14 +27,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from keepwise.plan.optimal.enumerate import (
-    Enumerated,
-    enumerate_menu,
-    lasting_small,
-    small_storages,
-    undominated,
-)
-from keepwise.plan.optimal.menu import dominant
+from keepwise.plan.optimal.arrays import small_storages
+from keepwise.plan.optimal.dominance import dominant, undominated
+from keepwise.plan.optimal.enumerate import Enumerated, enumerate_menu, lasting_small
 from keepwise.plan.optimal.options import Choice, Option, StageProblem
 from keepwise.plan.optimal.stages import Stage
 
@@ -208,12 +204,19 @@ class _Pieces:
 
     # One piece as a stage of its own.
 
-    def _stage(self, number: int, hand: frozenset[int], free: frozenset[int]) -> StageProblem:
+    def _own(self, number: int, hand: frozenset[int]) -> frozenset[int]:
+        """What a piece decides about where `hand` is at hand."""
+        return self.pieces[number].own | (self._reads_of(number).intersection(self.shared) - hand)
+
+    def _reads_of(self, number: int) -> set[int]:
+        a, b = self.pieces[number].nodes
+        return {s for node in self.problem.stage.nodes[a : b + 1] for s in node.storages}
+
+    def _stage(self, number: int, hand: frozenset[int], free: frozenset[int], counted: frozenset[int]) -> StageProblem:
         """A piece where `hand` is at hand and charged as long as it is read, and `free` is at hand for nothing."""
-        stage, piece = self.problem.stage, self.pieces[number]
-        a, b = piece.nodes
+        stage = self.problem.stage
+        a, b = self.pieces[number].nodes
         nodes = stage.nodes
-        read = {s for node in nodes[a : b + 1] for s in node.storages}
         last = nodes[b + 1].first - 1 if b + 1 < len(nodes) else stage.last
         inputs = (*stage.inputs, *sorted(hand))
         staying = frozenset(s for s in inputs if self._needed(s) > b or s in stage.shared)
@@ -221,20 +224,20 @@ class _Pieces:
             stage,
             inputs=tuple(s for s in inputs if s in staying or self._needed(s) >= a or s in stage.inputs),
             shared=staying,
-            own=tuple(sorted(piece.own | (read.intersection(self.shared) - hand))),
+            own=tuple(sorted(self._own(number, hand))),
             nodes=nodes[a : b + 1],
             first=stage.first if a == 0 else nodes[a].first,
             last=last,
             gap_stop=last + 1,
         )
-        return StageProblem(self.problem.graph, part, free | hand)
+        return StageProblem(self.problem.graph, part, free | hand, counted)
 
     def _needed(self, storage: int) -> int:
         """Last node that reads it."""
         return max((n for n, node in enumerate(self.problem.stage.nodes) if storage in node.storages), default=-1)
 
-    def _menu(self, number: int, hand: frozenset[int]) -> _Menu | None:
-        """What a piece can do at least; None where it is too large."""
+    def _menu(self, number: int, hand: frozenset[int], counted: frozenset[int]) -> _Menu | None:
+        """What a piece can do at least; None where it is too large. Pieces after it may replay the ops in `counted`."""
         piece = self.pieces[number]
         small = self.small - piece.own
         others = frozenset(self.large) - piece.own - frozenset(self.shared)
@@ -242,7 +245,7 @@ class _Pieces:
         graph, problem = self.problem.graph, self.problem
         around = problem.at_hand | small | hand
         ops = self._ops(targets - hand - small - set(problem.inputs), around | others)
-        part = self._stage(number, hand, small | graph.read_by(ops, others))
+        part = self._stage(number, hand, small | graph.read_by(ops, others), counted)
         plain = part.evaluate(frozenset(part.own), frozenset(), ((0, len(part.stage.nodes) - 1),))
         found = enumerate_menu(part, [plain], exact=False) if plain is not None else None
         return self._arrays(number, part, found.bounds) if found is not None else None
@@ -291,15 +294,15 @@ class _Pieces:
         points: list[tuple[_Point, _Join]] = []
         bare: list[tuple[_Point, _Join]] = []
         for hand in _subsets(self.shared):
-            menus = [self._menu(number, hand) for number in range(len(self.pieces))]
+            menus = [self._menu(number, hand, self._later(number, hand)) for number in range(len(self.pieces))]
             found = [m for m in menus if m is not None]
             if len(found) < len(menus):
                 return None
-            join = _Join(found, self._twice(hand))
+            join = _Join(found)
             points.extend((p, join) for p in self._points(hand, join, _subsets(sorted(hand))))
             empty = [m.bare() for m in found]
             if all(len(m.seconds) for m in empty):
-                join = _Join(empty, self._twice(hand))
+                join = _Join(empty)
                 bare.extend((p, join) for p in self._points(hand, join, [frozenset[int]()]))
         points, bare = _undominated(points), _undominated(bare)
         everything = frozenset(self.problem.own)
@@ -312,14 +315,11 @@ class _Pieces:
         bounds = [self._bound(point, join) for point, join in (*points, *bare)]
         return Enumerated(options=dominant(options, limit=2 * MAX_POINTS), bounds=bounds)
 
-    def _twice(self, hand: frozenset[int]) -> float:
-        """Bytes that forward sets aside for replays of several pieces, as often as they were counted too often at most."""
-        graph, problem = self.problem.graph, self.problem
-        count: dict[int, int] = {}
-        for piece in self.pieces:
-            for o in self._ops(piece.own, problem.at_hand | hand):
-                count[o] = count.get(o, 0) + 1
-        return float(sum(graph.drawn_bytes(o) * (n - 1) for o, n in count.items()))
+    def _later(self, number: int, hand: frozenset[int]) -> frozenset[int]:
+        """Ops that the pieces after one may replay."""
+        around = self.problem.at_hand | hand
+        later = range(number + 1, len(self.pieces))
+        return frozenset(o for n in later for o in self._ops(self._own(n, hand), around))
 
     def _points(self, hand: frozenset[int], join: _Join, choices: Iterable[frozenset[int]]) -> Iterator[_Point]:
         """The best of a join for each set of shared storages that may be held."""
@@ -335,9 +335,9 @@ class _Pieces:
             for row, column, seconds in join.best():
                 yield _Point(
                     seconds=seconds + more,
-                    nbytes=size + column * join.grain - join.excess,
-                    limit=float(join.limits[row]) - join.excess,
-                    low=float(join.lows[row]) - join.excess,
+                    nbytes=size + column * join.grain,
+                    limit=float(join.limits[row]),
+                    low=float(join.lows[row]),
                     shared=hand,
                     held=held,
                     cell=(row, column),
@@ -394,12 +394,10 @@ class _Join:
 
     Args:
         menus: the pieces' menus in order of time.
-        excess: bytes that the pieces count too often together.
     """
 
-    def __init__(self, menus: Sequence[_Menu], excess: float) -> None:
+    def __init__(self, menus: Sequence[_Menu]) -> None:
         self.menus = menus
-        self.excess = excess
         most = sum(float(m.held.max()) for m in menus)
         self.grain = max(1.0, most / (NUM_SIZES - 1))
         low = max(float(m.peak.min()) for m in menus)

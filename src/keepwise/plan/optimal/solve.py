@@ -165,7 +165,7 @@ def _solve(bench: Workbench, view: View, budget_bytes: int, deadline: float, lay
     if view.near is not view.upper:
         _round_down(bench, view, budget_bytes, deadline)
     # What the chain charges twice leaves room: ask for more, as long as the judge agrees.
-    for grains in (1, 2, 4, 8, 16):
+    for grains in (1, 4, 16, 64, 256):
         if time.perf_counter() > deadline:
             layers.append("time limit")
             return
@@ -289,7 +289,7 @@ def _result(bench: Workbench, budget_bytes: int, tolerance: float, began: float,
 
 
 def memory_price(step: Step, budget_bytes: int) -> float:
-    """What a byte is worth at a budget, in seconds a byte: the slope of the least added time, smoothed to a convex curve.
+    """What a byte is worth at a budget, in seconds a byte: the slope of the chain's least added time, smoothed to a convex curve.
 
     It is the dual price of the budget where plans may be mixed over steps. 0 where the plain step fits.
     """
@@ -299,9 +299,9 @@ def memory_price(step: Step, budget_bytes: int) -> float:
         return 0.0
     points = {bench.plain.peak_bytes: 0.0}
     for view in bench.views:
-        table = view.lower.table
+        table = view.near.table
         for m in np.flatnonzero(table < np.concatenate([[np.inf], table[:-1]])).tolist():
-            at = view.lower.low + m * view.lower.grain
+            at = view.near.low + m * view.near.grain
             points[at] = min(points.get(at, float("inf")), float(table[m]))
     hull: list[tuple[int, float]] = []
     for x, y in sorted(points.items()):

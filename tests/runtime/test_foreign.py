@@ -254,16 +254,33 @@ def test_another_precision_of_the_same_hooks_is_another_pair() -> None:
     assert dropped[1] > dropped[0] == dropped[2] == 0
 
 
-def test_hooks_that_were_there_when_the_plan_was_made_are_left_out_at_once() -> None:
+def test_hooks_around_all_when_the_plan_was_made() -> None:
     plain, model = _made(), _made()
     x = torch.randn(4, 8)
     for around in (_copying, _rounding):
-        with _quiet(), around():
-            plan = keepwise.fit(model, x, loss=lambda out: out.square().sum(), planner="recompute_everything")
-        got, want = _step(model, around), _step(plain, around)
-        assert all(map(torch.equal, got, want))
+        with _quiet():
+            with around():
+                plan = keepwise.fit(model, x, loss=lambda out: out.square().sum(), planner="recompute_everything")
+            for _ in range(2):
+                assert _equal(_step(model, around), _step(plain, around))
         assert (plan.stats.num_dropped > 0) == (around is _copying)
         plan.remove()
+
+
+@pytest.mark.parametrize("around", KINDS)
+def test_hooks_in_the_step_that_the_plan_was_made_for_are_left_out_at_once(around: Around) -> None:
+    plain, model = _made(), _made()
+    with _quiet():
+        plan = keepwise.fit(model, step=functools.partial(_step, model, around), planner="recompute_everything")
+        for _ in range(2):
+            want = _step(plain, around)
+            with plan:
+                got = _step(model, around)
+            assert _equal(got, want)
+            if around is _copying:
+                assert plan.stats.num_dropped > 0
+            if around in (_rounding, _sparing_leaves):
+                assert plan.stats.num_dropped == 0
 
 
 class _Store:

@@ -74,8 +74,6 @@ class SavedTensors:
         """Storages of what they were given."""
         self._outer: list[Hooks | None] = []
         """For each running call of the model: the user's hooks that ours lie on."""
-        self._around: Hooks | None = None
-        """The user's hooks around all that is recorded."""
 
     # ------------------------------------------------------------------ for the mode
 
@@ -125,12 +123,8 @@ class SavedTensors:
         self._fresh.clear()
 
     def model_begins(self) -> bool:
-        """The model's forward begins: be innermost (note 5). Whether hooks of the user's are around it."""
+        """The model's forward begins: be innermost (note 5). Whether hooks of the user's were."""
         top = innermost_hooks()
-        if self.are_innermost() and self._around is not None:
-            self._outer.append(None)
-            self.pairs.setdefault(identity_of(self._around), True)
-            return True
         if (
             top is None
             or self.are_innermost()
@@ -180,7 +174,7 @@ class SavedTensors:
                         draft.packed = packed_price(t)
             self._fresh.append((saved, weakref.ref(t)))
             self._handles.add(weakref.ref(saved, self._on_release(saved.index)))
-            outer = (self._outer[-1] if self._outer else None) or self._around
+            outer = self._outer[-1] if self._outer else None
             if outer is not None:
                 self._passed[draft.id] = draft
                 with _disable_current_modes():
@@ -293,8 +287,6 @@ class SavedTensors:
         originals.install()
         disable, enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
         aside = False
-        around = innermost_hooks()
-        self._around = around if around is None or not is_checkpoint(around[0]) else None
 
         def step_aside(*args: Any) -> None:
             nonlocal aside

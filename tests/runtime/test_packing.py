@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import keepwise
 from keepwise.ir.packing import with_packing
 from keepwise.ir.validate import validate
-from keepwise.runtime import guard, packing
+from keepwise.runtime import packing, wiring
 from keepwise.simulate import simulate
 
 from .helpers import batch, made, mean_square, step, twice
@@ -161,7 +161,7 @@ def test_wrong_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         bits = packing.pack(t)
         return (bits[0].roll(1), bits[1]) if bits is not None else None
 
-    monkeypatch.setattr(guard, "pack", wrong)
+    monkeypatch.setattr(wiring, "pack", wrong)
     plan.audit()
     with pytest.raises(keepwise.MismatchError):
         step(model, x)

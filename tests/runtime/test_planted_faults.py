@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import keepwise
-from keepwise.runtime import apply, aside, clean, guard, holding, leaves, program, replay, watch
+from keepwise.runtime import apply, aside, clean, guard, holding, leaves, program, replay, watch, wiring
 
 from . import scenarios
 
@@ -28,7 +28,7 @@ def nothing(*args: Any, **kwargs: Any) -> None: ...
 
 def version_check(patch: Patch) -> None:
     """Nothing that was written since forward is noticed."""
-    for room in (holding, guard, replay):
+    for room in (holding, wiring, replay):
         patch.setattr(room, "version_of", lambda t: 0)
 
 
@@ -53,26 +53,26 @@ def generator_restored(patch: Patch) -> None:
     patch.setattr(replay, "call_with_state", call)
 
 
-def wiring(patch: Patch) -> None:
+def wiring_compared(patch: Patch) -> None:
     """Whatever an op gets, it is what the recording says."""
-    capture = guard.Guard._capture
+    capture = guard.Guard._captured
 
     def believe(self: Any, run: Any, use: Any, entry: Any, seen: Any) -> Any:
         return capture(self, run, use, entry, seen._replace(views=list(entry.ins)))
 
-    patch.setattr(guard.Guard, "_capture", believe)
+    patch.setattr(guard.Guard, "_captured", believe)
 
 
 def this_steps_literals(patch: Patch) -> None:
     """Numbers are those of the first step."""
-    capture, first = guard.Guard._capture, {}
+    capture, first = guard.Guard._captured, {}
 
     def stale(self: Any, run: Any, use: Any, entry: Any, seen: Any) -> Any:
         known = first.setdefault((id(self.program), entry.index), seen.args)
         args = tuple(old if isinstance(old, int | float) else new for old, new in zip(known, seen.args, strict=True))
         return capture(self, run, use, entry, seen._replace(args=args))
 
-    patch.setattr(guard.Guard, "_capture", stale)
+    patch.setattr(guard.Guard, "_captured", stale)
 
 
 def whose_write_it_was(patch: Patch) -> None:
@@ -89,7 +89,7 @@ def detach_of_kept(patch: Patch) -> None:
 
 
 def detach_of_captured(patch: Patch) -> None:
-    patch.setattr(guard, "alias", lambda t: t)
+    patch.setattr(wiring, "alias", lambda t: t)
 
 
 def detach_of_versions(patch: Patch) -> None:
@@ -101,7 +101,7 @@ def detach_of_versions(patch: Patch) -> None:
 
 def captured_copies(patch: Patch) -> None:
     """What a replay writes is the original."""
-    patch.setattr(guard, "copy_whole", lambda t: t)
+    patch.setattr(wiring, "copy_whole", lambda t: t)
 
 
 def copies_for_the_next_replay(patch: Patch) -> None:
@@ -217,7 +217,7 @@ FAULTS: list[tuple[Callable[[Patch], None], tuple[Callable[[], None], ...]]] = [
     (version_of_dropped, (scenarios.written_after_it_was_dropped,)),
     (generator_states, (scenarios.dropout, scenarios.draws_without_generator_argument)),
     (generator_restored, (scenarios.draws_without_generator_argument,)),
-    (wiring, (scenarios.crossed_wires,)),
+    (wiring_compared, (scenarios.crossed_wires,)),
     (this_steps_literals, (scenarios.changed_literal,)),
     (
         whose_write_it_was,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_memory_is_not_cheaper_new_than_old() -> None:
 
 
 def test_watching_takes_microseconds_an_op() -> None:
-    small, large = watching_seconds(1 << 12), watching_seconds(MOST_EVICTED_BYTES)
+    """Other work on the machine may hide it in one measurement, not in the middle one of five."""
+    measured = watching_seconds.__wrapped__
+    small, large = (statistics.median(measured(evicted) for _ in range(5)) for evicted in (1 << 12, MOST_EVICTED_BYTES))
     assert 1e-6 < small < 2e-3
     assert small / 2 < large < 5e-3
 

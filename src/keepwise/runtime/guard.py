@@ -1,10 +1,8 @@
 """The op guard: watches the ops of a step, captures what replays will need, and decides what each saved tensor becomes.
 
 Notes:
-1. A capture is taken from *this very step*: literals, leaves and generator states are those of the running op, never the
-   recorded ones. What the recording supplies is which ops belong to a replay and how they are wired. The wiring is compared
-   for every op that is replayed or that writes in place. Other ops only have to have the right name: what a replay reads of
-   their results is captured as it is, so it cannot be wrong.
+1. The wiring is compared with the recording for every op that is replayed or that writes in place (see `wiring`). Other ops only have
+   to have the right name: what a replay reads of their results is captured as it is, so it cannot be wrong.
 2. A save is dropped if its window's run captured everything that makes it. Else it is kept: a step that takes another
    branch, has another shape or op, loses memory and never correctness.
 3. Where an op is not the expected one, the last three functions are looked up in the recording to find the way back. Going back in
@@ -14,22 +12,18 @@ Notes:
    does not know, one that got another tensor, or one that reached the storage through an unknown alias, makes that run forget
    all objects on it. That is decided by storages, not by what the recording calls the tensors.
 5. A tensor can be saved before it is written (RReLU's noise). It is kept until the op that finishes it has been captured.
-6. Where an op that only reads is wired otherwise than recorded (a mask in some batches only, a skipped layer), it is captured with
-   what it really got: an argument that its run makes is made again, any other is held, like a leaf. Held is only what plain
-   autograd could not let be overwritten either, or what records no gradient: else a write after forward would raise here and not there.
-7. What forward returns may be written afterwards, where we do not watch, and plain autograd minds that only if it was saved. Where
+6. What forward returns may be written afterwards, where we do not watch, and plain autograd minds that only if it was saved. Where
    it was not and a replay reads it, the replay gets a copy.
-8. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
+7. Results may be written into the memory of results that died in this forward pass (see `reuse`), within what the plan leaves free.
    Not where another dispatch mode is around ours: it would see other ops than the user's.
-9. Under the user's own hooks on saved tensors plain autograd compares no versions, and a pair of hooks may give back what it likes: see
+8. Under the user's own hooks on saved tensors plain autograd compares no versions, and a pair of hooks may give back what it likes: see
    `foreign`.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree
@@ -40,8 +34,6 @@ from keepwise.runtime.calls import (
     device_of,
     has_subclass,
     mutates,
-    returns_view,
-    skeleton,
     storage_key,
     tensors_in,
     tensors_out,
@@ -51,13 +43,10 @@ from keepwise.runtime.capture import Call, Cell
 from keepwise.runtime.clean import RandomState, generator_of
 from keepwise.runtime.digest import digest
 from keepwise.runtime.foreign import WitnessedSave, identity_of
-from keepwise.runtime.geometry import SMALL_BYTES, Geometry, copy_whole
-from keepwise.runtime.holding import ForeignSave, KeptSave, Namer, alias, version_of
+from keepwise.runtime.holding import ForeignSave, KeptSave, Namer
 from keepwise.runtime.hooks import Hooks
 from keepwise.runtime.leaves import LeafCopies
-from keepwise.runtime.packing import pack
-from keepwise.runtime.packing import unpack as expand
-from keepwise.runtime.program import COPY, LEAF, LOCAL, SHARED, OpEntry, Program, Use
+from keepwise.runtime.program import OpEntry, Program
 from keepwise.runtime.recycler import Loans, Recycler
 from keepwise.runtime.replay import DroppedSave, LentSave, WindowRun, protect
 from keepwise.runtime.reuse import result_geometry
@@ -65,36 +54,19 @@ from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
 from keepwise.runtime.watch import Watch, function_mode_is_on, innermost_hooks, of_subclass, unpack
+from keepwise.runtime.wiring import Seen, Wiring
 
 Tensor = torch.Tensor
-Source = tuple[int, Cell | None, Geometry | None, WindowRun | None]
-"""View id, the cell of an enclosing run, where the view lies over another one, that run."""
 _DETACH = torch.ops.aten.detach.default
 _graph_task = torch._C._current_graph_task_id
 _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
-class Seen(NamedTuple):
-    """A running call, as replays are to repeat it."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    tensors: list[Tensor]
-    """Its tensor arguments in flattened order."""
-    views: list[int]
-    """Their view ids."""
-    random: RandomState | None
-    """What it draws from."""
-
-
-class Guard(Watch):
+class Guard(Wiring):
     """The guard of a planned step; note 1."""
 
     def __init__(self, program: Program, stats: StepStats, namer: Namer | None) -> None:
-        super().__init__(stats, namer)
-        self.program = program
-        self.runs: list[WindowRun | None] = [None] * len(program.windows)
+        super().__init__(program, stats, namer)
         self.place = 0
         """Index of the op that is expected next."""
         self.last: tuple[Any, Any] = (None, None)
@@ -102,8 +74,6 @@ class Guard(Watch):
         self.pending: dict[int, list[DroppedSave]] = {}
         """Op that finishes them -> saves that wait for it (note 5)."""
         self.counted: set[tuple[int, int]] = set()
-        self.kept: set[int] = set()
-        """Storages that are held because the step differs: a saved tensor on them was kept, or a capture holds them (note 6)."""
         self.saved: set[int | None] = set()
         """Storages of saved tensors that are kept."""
         self.as_they_are: set[int] = set()
@@ -115,9 +85,7 @@ class Guard(Watch):
         self.strange: set[int] = set()
         """Storages of results of ops that the recording does not know; only for the statistics."""
         self.recycler: Recycler | None = None
-        """Memory of dead results (note 8)."""
-        self.loans = Loans()
-        self.leaves = LeafCopies()
+        """Memory of dead results (note 7)."""
 
     def __enter__(self) -> Any:
         if not _get_current_dispatch_mode_stack():
@@ -193,7 +161,7 @@ class Guard(Watch):
         return result
 
     def _call(self, entry: OpEntry, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op, into the memory of dead results where there is some (note 8)."""
+        """Run an op, into the memory of dead results where there is some (note 7)."""
         recycler = self.recycler
         if recycler is None or _graph_task() != -1:
             return func(*args, **(kwargs or {}))
@@ -253,7 +221,7 @@ class Guard(Watch):
             self._written(written, None)
 
     def _stop_watching(self) -> None:
-        """Prepare for writes that we shall not see, where the user's hooks let plain autograd go on after them (note 9)."""
+        """Prepare for writes that we shall not see, where the user's hooks let plain autograd go on after them (note 8)."""
         if self.withheld.is_used:
             self.withheld.hand_over_all()
             alive = [ref() for ref, _, _ in list(self.ids.values())]
@@ -264,7 +232,7 @@ class Guard(Watch):
         protect(tensors)
         if self.withheld.entries:
             for t in self.withheld.hand_over(tensors):
-                self._deviates(t)
+                self.deviates(t)
 
     def _written(self, tensors: list[Tensor], captured: list[tuple[WindowRun, Call]] | None) -> None:
         """Note 4: tensors were written, in an op that these runs captured."""
@@ -278,14 +246,6 @@ class Guard(Watch):
                     made_here = captured and any(run is r and call.writes_own(views) for r, call in captured)
                     if not made_here:
                         run.made.difference_update(views)
-
-    def _run(self, window: int) -> WindowRun:
-        run = self.runs[window]
-        if run is None:
-            path, lends = self.program.windows[window].path, self.program.loans.get(window)
-            run = WindowRun(path, self.stats, self.namer, loans=self.loans, window=window, lends=lends)
-            self.runs[window] = run
-        return run
 
     def _checked(self, entry: OpEntry, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose wiring matters, capturing it for each window that replays it."""
@@ -306,7 +266,7 @@ class Guard(Watch):
                 if entry.random:
                     generator, own = generator_of(func, args, kwargs, device_of(args, kwargs, tensors))
                     random = RandomState(generator, own=own) if generator is not None else None
-                captured = self._capture_for_all(entry, Seen(func, seen_args, seen_kwargs, tensors, views, random))
+                captured = self.capture(entry, Seen(func, seen_args, seen_kwargs, tensors, views, random))
             else:
                 self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
         try:
@@ -317,7 +277,7 @@ class Guard(Watch):
         if written:
             self._written(written, captured)
         if entry.unpacks:
-            captured = self._packed(entry, result)
+            captured = self.capture_packed(entry, result)
         for run, call in captured:
             run.add(call, result)
         if entry.unpacks or captured or not written or (fits and all(views[i] == entry.ins[i] for i in entry.written)):
@@ -327,158 +287,6 @@ class Guard(Watch):
                 if any(run is save.run for run, _ in captured):
                     self._finish(save)
         return result
-
-    def _capture_for_all(self, entry: OpEntry, seen: Seen) -> list[tuple[WindowRun, Call]]:
-        """The call as each window that replays it will, where that is possible."""
-        captured: list[tuple[WindowRun, Call]] = []
-        for use in entry.uses:
-            run = self._run(use.window)
-            call = self._capture(run, use, entry, seen)
-            if call is not None:
-                captured.append((run, call))
-            else:
-                self.stats.differs(f"{entry.where} got other tensors")
-        return captured
-
-    def _packed(self, entry: OpEntry, result: Any) -> list[tuple[WindowRun, Call]]:
-        """Replays that expand the packed form of a result; none where it has no such form in this step."""
-        t = tensors_out(result)[0]
-        began = time.perf_counter()
-        bits = pack(t) if entry.uses and t is not None else None
-        self.stats.packing_seconds += time.perf_counter() - began
-        if t is None or bits is None:
-            if entry.uses:
-                self.stats.differs(f"{entry.where} returned no two values that could be packed")
-            return []
-        numel = t.untyped_storage().nbytes() // t.element_size()
-        found: list[tuple[WindowRun, Call]] = []
-        for use in entry.uses:
-            run = self._run(use.window)
-            if run.is_open:
-                arguments = [*bits, numel, t.shape, t.stride(), t.dtype]
-                call = Call(expand, arguments, entry.outs, entry.where, spare_bytes=use.spare_bytes)
-                found.append((run, call))
-        return found
-
-    def _cell(self, run: WindowRun | None, view: int, t: Tensor) -> Cell | None:
-        """Where `run` will put the tensor object `t`; None if it does not make it."""
-        if run is None:
-            return None
-        if view in run.made and self.is_itself(t):
-            return run.cell(view)
-        root = self.program.roots[view]
-        geometry = self.geometry(t, root) if root in run.made else None
-        return run.cell(view, geometry) if geometry is not None else None
-
-    def _capture(self, run: WindowRun, use: Use, entry: OpEntry, seen: Seen) -> Call | None:
-        """The call as one window will replay it; None where that is not possible."""
-        if run.calls is None:
-            return None
-        sources = self._as_recorded(run, use, entry, seen.tensors, seen.views)
-        if sources is None and not entry.mutates:
-            sources = self._as_given(run, use, seen.func, seen.tensors, seen.views)
-        if sources is None:
-            return None
-        put: list[Any] = []
-        held: list[int] = []
-        filled: dict[int, tuple[int, Cell | None, Geometry | None]] = {}
-        for i, (t, source) in enumerate(zip(seen.tensors, sources, strict=True)):
-            if source is LEAF:
-                put.append(alias(t))
-                held.append(i)
-            elif source is SHARED:
-                put.append(self.leaves.of(t))
-            elif source is COPY:
-                put.append(copy_whole(t))
-            else:
-                put.append(None)
-                filled[i] = source[:3]
-                if source[3] is not None and source[1] is not None:
-                    run.outer.append((source[3], source[1]))
-        new_args, new_kwargs, places = skeleton(seen.args, seen.kwargs, put)
-        order = list(filled)
-        writes = [filled[i] for i in entry.written if i in filled]
-        return Call(
-            func=seen.func,
-            args=new_args,
-            kwargs=new_kwargs,
-            places=[places[i] for i in order],
-            sources=list(filled.values()),
-            copies=tuple(order.index(i) for i in use.copies if i in filled),
-            owns=[places[i] for i in entry.written if sources[i] is COPY],
-            writes=tuple(g.root if g is not None else v for v, cell, g in writes if cell is None),
-            holds=[(put[i], version_of(put[i])) for i in held],
-            hold_places=[places[i] for i in held],
-            outs=entry.outs,
-            random=seen.random,
-            where=entry.where,
-            spare_bytes=use.spare_bytes,
-        )
-
-    def _as_recorded(
-        self, run: WindowRun, use: Use, entry: OpEntry, tensors: list[Tensor], views: list[int]
-    ) -> list[Any] | None:
-        """Where a replay will find each argument: LEAF, COPY, SHARED or a `Source`. None where the wiring is not the recorded one."""
-        if len(tensors) != len(entry.ins):
-            return None
-        found: list[Any] = []
-        for i, (t, view, expected, kind) in enumerate(zip(tensors, views, entry.ins, use.kinds, strict=True)):
-            if kind in (LEAF, COPY, SHARED):
-                found.append(kind)
-                continue
-            if view != expected:
-                return None
-            source = self._local(run, view, t) if kind == LOCAL else self._outer(use.outer[i], view, t)
-            if source is None:
-                return None
-            found.append(source)
-        return found
-
-    def _as_given(
-        self, run: WindowRun, use: Use, func: Any, tensors: list[Tensor], views: list[int]
-    ) -> list[Any] | None:
-        """The same for an op that is wired otherwise (note 6); None where an argument may not be held."""
-        found: list[Any] = []
-        may_hold = not returns_view(func)  # else a replay that writes to the view would write to what is held
-        for t, view in zip(tensors, views, strict=True):
-            source = None
-            if view >= 0:
-                source = self._local(run, view, t)
-                window = self.program.windows[use.window].parent
-                while source is None and window >= 0:
-                    source = self._outer(window, view, t)
-                    window = self.program.windows[window].parent
-            if source is None:
-                source = self._held(t) if may_hold else None
-                if source is None:
-                    return None
-            found.append(source)
-        return found
-
-    def _local(self, run: WindowRun, view: int, t: Tensor) -> Source | None:
-        """`t` as the run itself makes it; None if it does not."""
-        if view in run.made and self.is_itself(t):
-            return view, None, None, None
-        root = self.program.roots[view]
-        geometry = self.geometry(t, root) if root in run.made else None
-        return (view, None, geometry, None) if geometry is not None else None
-
-    def _outer(self, window: int, view: int, t: Tensor) -> Source | None:
-        """`t` as an enclosing window's run retains it; None if it does not."""
-        parent = self.runs[window]
-        cell = self._cell(parent, view, t)
-        return (view, cell, None, parent) if cell is not None else None
-
-    def _held(self, t: Tensor) -> int | None:
-        """How an argument is captured that nothing makes again: LEAF or COPY; None if it may not be held (note 6)."""
-        if t.layout is not torch.strided:
-            return None
-        if t.nbytes <= SMALL_BYTES:
-            return COPY
-        if t.requires_grad and not t.is_leaf and storage_key(t) not in self.kept:
-            return None
-        self._deviates(t)
-        return LEAF
 
     def dropped(self, t: Tensor) -> DroppedSave | None:
         """A handle on the tensor's replay if the plan drops it and its replay is complete."""
@@ -493,15 +301,15 @@ class Guard(Watch):
                 window = program.drops_by_view.get(view)
             if window is not None:
                 run = self.runs[window]
-                cell = self._cell(run, view, t) if self.foreign is None or self._may_be_left_out(view, t) else None
+                cell = self.cell(run, view, t) if self.foreign is None or self._may_be_left_out(view, t) else None
                 if run is not None and cell is not None:
                     return self._drop(t, view, window, run, cell)
                 stats.num_deviations += 1
-                self._deviates(t)
+                self.deviates(t)
         elif not t.is_leaf and t.layout is torch.strided:
             stats.saved_bytes += t.nbytes
             if storage_key(t) in self.strange:
-                self._deviates(t)
+                self.deviates(t)
         if t.layout is torch.strided:
             self.saved.add(storage_key(t))
         return None
@@ -514,7 +322,7 @@ class Guard(Watch):
 
     @unseen
     def returned(self, result: Any, given: Any = ()) -> None:
-        """Forward is over; notes 7 and 9.
+        """Forward is over; notes 6 and 8.
 
         Args:
             result: what it returned.
@@ -527,17 +335,10 @@ class Guard(Watch):
                 key = storage_key(t) if isinstance(t, Tensor) else None
                 if key is None or key in self.saved or all(run is None or key not in run.held for run in self.runs):
                     continue
-                self._deviates(t)
+                self.deviates(t)
                 protect([t])
             if self.withheld.is_used:
                 protect([t for t in _pytree.tree_leaves((result, given)) if isinstance(t, Tensor)])
-
-    def _deviates(self, t: Tensor) -> None:
-        """Count a tensor that is held because the step differs."""
-        key = storage_key(t)
-        if key is not None and key not in self.kept:
-            self.kept.add(key)
-            self.stats.deviation_bytes += t.nbytes
 
     def _drop(self, t: Tensor, view: int, window: int, run: WindowRun, cell: Cell) -> DroppedSave:
         save = DroppedSave(run, cell, t)
@@ -557,7 +358,7 @@ class Guard(Watch):
         return save
 
     def _may_be_left_out(self, view: int, t: Tensor) -> bool:
-        """Whether the user's hooks may be spared a tensor (note 9)."""
+        """Whether the user's hooks may be spared a tensor (note 8)."""
         hooks = self.users_hooks()
         if hooks is None:
             return True

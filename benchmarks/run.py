@@ -159,8 +159,9 @@ def compare(
             flush=True,
         )
     samples: dict[str, list[float]] = {k: [] for k in steps}
-    for _ in range(pairs):
-        for key, step in steps.items():
+    for i in range(pairs):
+        order = list(steps.items())
+        for key, step in order if i % 2 == 0 else reversed(order):  # a drift of the machine favours nobody
             gc.collect()
             began = time.perf_counter()
             step()

@@ -135,16 +135,21 @@ class Watch(TorchDispatchMode):
         push(self.pack, unpack)
 
     def _take_off(self) -> None:
-        """Take our innermost pair off, also from under pairs that the user pushed in forward and left there."""
-        self.num_pushed -= 1
+        """Take our innermost pair off, also from under pairs that the user pushed in forward and left there.
+
+        Where an interrupt by hand came between, it is off the stack already: then nothing but the count changes.
+        """
         above: list[Hooks] = []
-        while (top := innermost_hooks()) is not None:
-            pop()
-            if top[1] is unpack and getattr(top[0], "__self__", None) is self:
-                break
-            above.append(top)
-        for hooks in reversed(above):
-            push(*hooks)
+        try:
+            while (top := innermost_hooks()) is not None:
+                pop()
+                if top[1] is unpack and getattr(top[0], "__self__", None) is self:
+                    break
+                above.append(top)
+        finally:
+            for hooks in reversed(above):
+                push(*hooks)
+        self.num_pushed -= 1
 
     def view_of(self, t: Tensor) -> int:
         """View id of a tensor object that was made or bound in this frame; -1 if unknown."""

@@ -24,6 +24,16 @@ def _spec(
 
 
 FOUND: dict[str, tuple[Spec, str]] = {
+    "batch normalisation of an expanded tensor was replayed into given memory, where its kernel computes something else": (
+        _spec(
+            "constant 0 0 0, leaky_noise 0 0 0, complex_numbers 0 5 0",
+            "expanded 0 0 0, scheduled 1 0 0, resized 0 0 0, touched_up 0 0 1, batch_norm 3 0 0",
+            "",
+            order=(0, 0, 1),
+            outputs=2,
+        ),
+        "everything",
+    ),
     "what was dropped is written under the user's hooks, where plain autograd compares no versions": (
         _spec(
             "exponential 0 0 0, some_steps_only 0 0 0, overlapping 0 0 0, masked 0 0 0, written 4 0 0 1",

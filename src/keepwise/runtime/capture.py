@@ -45,6 +45,7 @@ class Call:
         "grad",
         "hold_places",
         "holds",
+        "is_dense",
         "is_view",
         "kwargs",
         "makes",
@@ -97,6 +98,8 @@ class Call:
         """Settings that it ran under, where they are not those that its window began with."""
         self.form: Form | None = None
         """How to write the result into given memory, if that is possible."""
+        self.is_dense = False
+        """What `reuse.is_dense_call` says of it."""
         self.is_view = False
         """Whether its results share the memory of an argument that it does not write."""
         self.makes = False

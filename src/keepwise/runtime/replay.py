@@ -129,7 +129,7 @@ class WindowRun:
         if calls is None:  # a backward pass inside of the op gave them up
             return
         call.ambient = self.ambient.changed()
-        call.form = form_of(call.func, result)
+        call.form = form_of(call.func, result, is_dense=call.is_dense)
         shares, writes = returns_view(call.func), mutates(call.func)
         call.is_view = shares and not writes
         call.makes = not shares and not writes

@@ -190,10 +190,10 @@ class Form:
         )
 
 
-def form_of(func: Any, result: Any) -> Form | None:
-    """How to replay `func` into given memory; None where that is not possible or not worth it."""
+def form_of(func: Any, result: Any, *, is_dense: bool) -> Form | None:
+    """How to replay `func` into given memory; None where that is not possible or not worth it. `is_dense`: see `is_dense_call`."""
     found = out_form(func)
-    if found is None:
+    if found is None or (func in _FORMS and not is_dense):
         return None
     results = result if type(result) is tuple else (result,)
     first = results[0]
@@ -241,6 +241,13 @@ def result_geometry(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...],
     if any(t.shape != shape for t in tensors):
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     return tuple(shape), first.dtype
+
+
+def is_dense_call(func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool:
+    """Whether it is a call of one of `_FORMS` with dense arguments; on others (expanded ones) a kernel may compute something else."""
+    if func not in _FORMS or not isinstance(args[0], Tensor) or args[0].layout is not torch.strided:
+        return False
+    return _is_dense_form(func, args[0], args, kwargs or {})
 
 
 def _is_dense_form(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:

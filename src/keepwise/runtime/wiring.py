@@ -26,6 +26,7 @@ from keepwise.runtime.packing import unpack as expand
 from keepwise.runtime.program import COPY, LEAF, LOCAL, SHARED, OpEntry, Program, Use
 from keepwise.runtime.recycler import Loans
 from keepwise.runtime.replay import WindowRun
+from keepwise.runtime.reuse import is_dense_call
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.watch import Watch
 
@@ -137,7 +138,7 @@ class Wiring(Watch):
         new_args, new_kwargs, places = skeleton(seen.args, seen.kwargs, put)
         order = list(filled)
         writes = [filled[i] for i in entry.written if i in filled]
-        return Call(
+        call = Call(
             func=seen.func,
             args=new_args,
             kwargs=new_kwargs,
@@ -153,6 +154,8 @@ class Wiring(Watch):
             where=entry.where,
             spare_bytes=use.spare_bytes,
         )
+        call.is_dense = is_dense_call(seen.func, seen.args, seen.kwargs)
+        return call
 
     def _as_recorded(
         self, run: WindowRun, use: Use, entry: OpEntry, tensors: list[Tensor], views: list[int]

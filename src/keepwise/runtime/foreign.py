@@ -63,10 +63,14 @@ class Trust:
         """(pair, view) that came back."""
         self.changed: set[tuple[str, int]] = set()
         """(pair, view) that came back as something else, at least once."""
+        self.has_grown = False
+        """Whether a step showed that more may be dropped than in the steps before it."""
 
     def came_back(self, pair: str, view: int, *, is_same: bool, is_lossy: bool) -> None:
         """Note what a pair made of a view."""
-        (self.same if is_same else self.changed).add((pair, view))
+        seen = self.same if is_same else self.changed
+        self.has_grown |= is_same and (pair, view) not in seen
+        seen.add((pair, view))
         if is_lossy:
             self.lossy.add(pair)
 

@@ -289,6 +289,13 @@ class Fitting:
         )
 
     def _run_planned(self, plan: Plan, run: Callable[[], Any], batch: Batch) -> Outcome:
+        """A planned step; a second one where the first only saw what hooks of the user's give back, and dropped nothing under them."""
+        outcome = self._run_planned_once(plan, run, batch)
+        if not self.ranks.agree(not plan.runner.checked.trust.has_grown):
+            outcome = self._run_planned_once(plan, run, batch)
+        return outcome
+
+    def _run_planned_once(self, plan: Plan, run: Callable[[], Any], batch: Batch) -> Outcome:
         outcome = prove_plan(
             plan, self.model, run, batch, self.generators, self.optimizer, uses_context=self.step is not None
         )

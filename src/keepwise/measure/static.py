@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from keepwise._functions import bound_cells
 
 PARAMETER, GRADIENT, OPTIMIZER, BUFFER, INPUT = "parameter", "gradient", "optimizer state", "buffer", "input"
 
@@ -100,9 +101,7 @@ def _items(thing: Any) -> Iterator[object]:
         yield from (thing.__self__, thing.__func__, getattr(thing.__self__, "__dict__", None))
     elif isinstance(thing, types.FunctionType):
         yield from (thing.__defaults__, thing.__kwdefaults__)
-        for cell in thing.__closure__ or ():
-            with contextlib.suppress(ValueError):  # A name that is not bound yet.
-                yield cell.cell_contents
+        yield from (content for _, content in bound_cells(thing))
         for name in thing.__code__.co_names:
             value = thing.__globals__.get(name)
             # Functions of other modules are not the user's step.

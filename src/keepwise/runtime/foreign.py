@@ -26,6 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from keepwise._functions import bound_cells
 from keepwise.runtime.calls import storage_key
 from keepwise.runtime.digest import digest
 from keepwise.runtime.holding import ForeignSave, VersionStub
@@ -195,7 +196,7 @@ def _identity(value: Any, depth: int) -> Any:
     if isinstance(value, types.MethodType):
         return _identity(value.__func__, depth + 1), _identity_of_object(value.__self__, depth + 1)
     if isinstance(value, types.FunctionType):
-        values = (*map(_content, value.__closure__ or ()), *(value.__defaults__ or ()))
+        values = (*(content for _, content in bound_cells(value)), *(value.__defaults__ or ()))
         values += tuple((value.__kwdefaults__ or {}).items())
         return value.__module__, _identity_of_code(value.__code__), [_identity(v, depth + 1) for v in values]
     if isinstance(value, types.BuiltinFunctionType | type):
@@ -203,13 +204,6 @@ def _identity(value: Any, depth: int) -> Any:
     if callable(value) and not isinstance(value, torch.nn.Module):  # which hooks rather write notes to
         return _identity_of_object(value, depth)
     return type(value)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing in it yet
-        return None
 
 
 def _identity_of_code(code: types.CodeType) -> Any:

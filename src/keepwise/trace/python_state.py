@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwise._functions import bound_cells
+
 Tensor = torch.Tensor
 PutBack = Callable[[], object]
 
@@ -136,11 +138,7 @@ class PythonState:
 
     def _closure(self, function: types.FunctionType, path: str) -> list[tuple[Any, str]]:
         found: list[tuple[Any, str]] = []
-        for cell in function.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not bound yet
-                continue
+        for cell, content in bound_cells(function):
             self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
             found.append((content, path))
         return found

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwise._functions import bound_cells
+
 Tensor = torch.Tensor
 
 _LIBRARIES = frozenset(("torch", "builtins", "numpy")) | sys.stdlib_module_names
@@ -50,11 +52,7 @@ def reached(function: Any, model: nn.Module | None) -> tuple[list[nn.Module], li
 
 def _behind(thing: Any) -> Iterator[Any]:
     if isinstance(thing, types.FunctionType):
-        for cell in thing.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # not bound yet
-                continue
+        yield from (content for _, content in bound_cells(thing))
         yield from thing.__defaults__ or ()
         yield from (thing.__kwdefaults__ or {}).values()
         if not _is_library(thing.__module__):

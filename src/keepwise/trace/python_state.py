@@ -30,7 +30,8 @@ Tensor = torch.Tensor
 PutBack = Callable[[], object]
 
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
-_LIBRARIES = frozenset(("torch", "builtins", "numpy")) | sys.stdlib_module_names
+LIBRARIES = frozenset(("torch", "builtins", "numpy")) | sys.stdlib_module_names
+"""Packages whose objects are no state of the user's."""
 _MIRRORS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": frozenset(("_static_graph_delay_allreduce_enqueued",))
 }
@@ -62,7 +63,7 @@ class PythonState:
         modules += [
             (f"({type(m).__name__}).{name}".rstrip("."), inner) for m in beside for name, inner in m.named_modules()
         ]
-        self._packages = {type(m).__module__.partition(".")[0] for _, m in modules} - _LIBRARIES | {"__main__"}
+        self._packages = {type(m).__module__.partition(".")[0] for _, m in modules} - LIBRARIES | {"__main__"}
         for name, module in modules:  # before what they hold, so that each is met by its own path
             self._visit(module, name)
         while self._stack and len(self._seen) < MAX_THINGS:

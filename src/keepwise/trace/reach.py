@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from torch import nn
 
 from keepwise._functions import bound_cells
+from keepwise.trace.python_state import LIBRARIES
 
 Tensor = torch.Tensor
 
-_LIBRARIES = frozenset(("torch", "builtins", "numpy")) | sys.stdlib_module_names
 MAX_THINGS = 20_000
 """So many objects are visited at most, near ones first."""
 
@@ -79,4 +78,4 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _is_library(module: str | None) -> bool:
     package = str(module).partition(".")[0]
-    return package in _LIBRARIES or package == "keepwise"
+    return package in LIBRARIES or package == "keepwise"

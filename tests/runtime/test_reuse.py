@@ -254,6 +254,15 @@ def test_an_empty_tensor_is_the_memory_itself() -> None:
     assert out_form(aten.empty_like.default)(x, pin_memory=False, out=into) is into
 
 
+def test_an_empty_tensor_that_torch_fills_is_none() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert aten.empty_like.default(torch.rand(4, 3)).isnan().all()
+        assert result_geometry(aten.empty_like.default, (torch.rand(4, 3),), None) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("shape", [(8, 16), (8, 16, 5), (8, 16, 7, 7), (2, 16, 3, 3, 3)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("has_statistics", [True, False])

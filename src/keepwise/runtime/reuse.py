@@ -258,6 +258,8 @@ def _is_dense_form(func: Any, x: Tensor, args: Any, kwargs: dict[str, Any]) -> b
         return True
     if func is aten.native_batch_norm.default and not args[5]:
         return False
+    if func is aten.empty_like.default and torch.are_deterministic_algorithms_enabled():  # then it is filled
+        return False
     if kwargs.get("memory_format") not in (None, torch.preserve_format) or x.stride() != _row_major(x.shape):
         return False
     # where a tensor is dense in both orders, kernels ask for the other one

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.groups import leave_group
+
 
 @pytest.fixture(autouse=True, scope="module")
 def group_ends() -> Iterator[None]:
     yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepwise
 from keepwise.measure.events import allocator_timeline, peak_of
+from tests.groups import leave_group
 
 from .compare import mapping_differences
 from .ddp import Skipping, one_process_group
@@ -104,7 +105,7 @@ def _work(rank: int, path: str, how: str, results: Any) -> None:
             found[scenario] = [traceback.format_exc()[-600:]]
         dist.barrier()
     results.put((rank, found))
-    dist.destroy_process_group()
+    leave_group()
 
 
 def _two_processes(how: str) -> dict[str, list[str]]:
@@ -163,7 +164,7 @@ def _other_prices(rank: int, path: str, results: Any) -> None:
         dist.barrier()
     except Exception:
         results.put((rank, traceback.format_exc()))
-    dist.destroy_process_group()
+    leave_group()
 
 
 def test_the_first_ranks_prices_and_the_least_budget_count() -> None:
@@ -200,7 +201,7 @@ def _peaks(rank: int, path: str, cases: list[tuple[bool, bool, str]], results: A
     except Exception:
         results.put((rank, traceback.format_exc()))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def _peak(views: bool, wrapped_first: bool, grads: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from .processes import run_both
 
 TRAINER = """
 import os, torch
+from tests.groups import leave_group
 from tests.recipes import test_trainer_callback as t
 
 class Shuffled(t.InOrder):
@@ -23,11 +24,12 @@ t.assert_same(planned, plain) if rank == "0" else None  # The Trainer logs in th
 assert t.same(planned[1].state_dict(), plain[1].state_dict())
 assert callback.plan.stats.num_dropped > 0
 torch.save(planned[1].state_dict(), f"result-{rank}.pt")
-torch.distributed.destroy_process_group()
+leave_group()
 """
 
 LIGHTNING = """
 import os, torch, warnings
+from tests.groups import leave_group
 warnings.simplefilter("ignore")
 from tests.recipes import test_lightning_callback as t
 
@@ -40,7 +42,7 @@ assert torch.distributed.get_world_size() == 2
 t.assert_same(planned, plain)
 assert callback.plan.stats.num_dropped > 0
 torch.save(planned[0].state_dict(), f"result-{rank}.pt")
-torch.distributed.destroy_process_group()
+leave_group()
 """
 
 

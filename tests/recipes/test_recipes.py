@@ -91,6 +91,12 @@ def test_ddp(tmp_path):
         "before": before.replace("torch.optim.SGD(model.", "torch.optim.SGD(network."),
     }
     assert len(set(programs.values())) == 4
+    end = "dist.destroy_process_group()"
+    assert all(text.count(end) == 1 for text in programs.values())
+    programs = {
+        name: f"from tests.groups import leave_group\n{text.replace(end, 'leave_group()')}"
+        for name, text in programs.items()
+    }
     results, said = run_both(programs, tmp_path)
     for rank, text in enumerate(said):
         assert text.count(f"rank {rank}: keepwise: ") == 3, text

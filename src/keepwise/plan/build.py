@@ -33,12 +33,21 @@ class Span:
     path: str = ""
 
 
-def build(step: Step, *, held: Iterable[int], spans: Sequence[Span] = (), planner: str = "", why: str = "") -> Schedule:
+def build(
+    step: Step,
+    *,
+    held: Iterable[int],
+    brief: Iterable[int] = (),
+    spans: Sequence[Span] = (),
+    planner: str = "",
+    why: str = "",
+) -> Schedule:
     """A legal schedule that holds `held` and serves all else from windows over `spans`.
 
     Args:
         step: the step.
         held: storages to hold: droppable ones that are kept, and others that replays may read by reference.
+        brief: those of them that replays after autograd's last use make again, instead of having them held for longer.
         spans: where windows may lie. Spans that serve nothing vanish, and their children move to their parents.
         planner: name for the schedule.
         why: reason for the schedule.
@@ -46,7 +55,7 @@ def build(step: Step, *, held: Iterable[int], spans: Sequence[Span] = (), planne
     Returns:
         A schedule that `simulate` accepts.
     """
-    return _Builder(step, set(held), spans).run(planner, why)
+    return _Builder(step, set(held), frozenset(brief), spans).run(planner, why)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,12 +69,13 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, step: Step, held: set[int], spans: Sequence[Span]) -> None:
+    def __init__(self, step: Step, held: set[int], brief: frozenset[int], spans: Sequence[Span]) -> None:
         self.step = step
         self.tables = tables_of(step)
         self.spans = spans
         self.formal = formally_droppable(step)
         self.held = held
+        self.brief = brief
         self.extra = [set(span.retain) for span in spans]
         self.inner = self._innermost()
         self.drafts: list[_Draft] = []
@@ -202,12 +212,12 @@ class _Available:
     start: int
 
     def __contains__(self, item: object) -> bool:
-        if item in self.builder.held:
-            return True
-        if not isinstance(item, int) or item in self.builder.formal:
+        if not isinstance(item, int):
             return False
         s = self.builder.step.storages[item]
-        return s.birth != NO_OP and s.birth < self.start <= s.death
+        if item in self.builder.held:
+            return item not in self.builder.brief or s.death >= self.start
+        return item not in self.builder.formal and s.birth != NO_OP and s.birth < self.start <= s.death
 
 
 __all__ = ["Span", "build"]

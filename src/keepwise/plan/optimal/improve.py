@@ -1,10 +1,11 @@
 """Local search beyond the family: from plans that are known, one change at a time, as long as the judge finds it better.
 
 A plan is what is held, and a tree of spans over the nodes that read (`build` makes a legal schedule of any). Changes: one storage more or
-less is held, be it saved or not; neighbours are joined, or one is divided; a span is divided inside an outer one that retains a
-storage for both halves, or retains one more or less, or is dissolved. Each start climbs to where no change helps, within a number of
-schedules that are judged. It proves nothing, and finds what the stages' family leaves out: a tensor that nobody saves held for a
-replay, windows that begin at an earlier stage's inputs, graphs that are read twice.
+less is held, be it saved or not; one is held until autograd has read it and made again for later replays, instead of being held for
+them; neighbours are joined, or one is divided; a span is divided inside an outer one that retains a storage for both halves, or
+retains one more or less, or is dissolved. Each start climbs to where no change helps, within a number of schedules that are judged;
+the smallest peak of a short step is sought from a plan that holds nothing, too. It proves nothing, and finds what the stages' family
+leaves out: a tensor that nobody saves held for a replay, windows that begin at an earlier stage's inputs, graphs that are read twice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ MAX_JUDGED = 150
 """Schedules that are judged in one search at most: two an op, and `MAX_JUDGED_OPS` ops of all of them."""
 
 MAX_JUDGED_OPS = 15_000
+
+FEW_NODES = 8
+"""Steps with as many reading nodes at most are searched from a plan that holds nothing, too: on others its climb does not end in time,
+and what it finds by then takes several times as long as the step."""
 
 TINY = 1e-9
 
@@ -50,6 +55,8 @@ class _Part:
 class _State:
     held: frozenset[int]
     parts: tuple[_Part, ...]
+    brief: frozenset[int] = frozenset()
+    """Those of `held` that replays after autograd's last read make again."""
 
 
 class LocalSearch:
@@ -89,9 +96,12 @@ class LocalSearch:
         if not self.nodes or len(self.step.ops) > MAX_OPS:
             return
         left = min(2 * len(self.step.ops), MAX_JUDGED, MAX_JUDGED_OPS // len(self.step.ops))
-        for number, schedule in enumerate(starts):
-            share = left // (len(starts) - number)
-            left -= share - self._climb(self._state(schedule), budget_bytes, share)
+        states = [self._state(schedule) for schedule in starts]
+        if budget_bytes is None and len(self.nodes) <= FEW_NODES:  # a small peak may be far from all that is known
+            states.append(_State(frozenset(), tuple(_Part(n, n) for n in range(len(self.nodes)))))
+        for number, state in enumerate(states):
+            share = left // (len(states) - number)
+            left -= share - self._climb(state, budget_bytes, share)
 
     def _climb(self, state: _State, budget_bytes: int | None, most: int) -> int:
         """What is left of the number of schedules to judge."""
@@ -119,7 +129,7 @@ class LocalSearch:
         self.seen.add(state)
         spans: list[Span] = []
         self._spans(state.parts, NO_WINDOW, spans)
-        found = self.judge(build(self.step, held=state.held, spans=spans, planner="local search"))
+        found = self.judge(build(self.step, held=state.held, brief=state.brief, spans=spans, planner="local search"))
         if found is None:
             return (float("inf"), 0.0, 0.0)
         peak, seconds = found
@@ -168,7 +178,9 @@ class LocalSearch:
 
     def _changes(self, state: _State) -> Iterator[_State]:
         for s in self.choices:
-            yield replace(state, held=state.held ^ {s})
+            yield replace(state, held=state.held ^ {s}, brief=state.brief - {s})
+        for s in sorted(self.formal - state.brief):
+            yield replace(state, held=state.held | {s}, brief=state.brief | {s})
         for parts in self._rearranged(state.parts):
             yield replace(state, parts=parts)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -85,13 +86,14 @@ def _simpler(spec: Spec) -> Iterator[Spec]:
                     yield _with_block(spec, n, (*block[:k], changed, *block[k + 1 :]))
 
 
-def shortened(spec: Spec, fails: Callable[[Spec], bool], most_tries: int = 400) -> Spec:
-    """A program that fails and none of whose simpler forms does, if `most_tries` tries are enough to find it."""
+def shortened(spec: Spec, fails: Callable[[Spec], bool], most_tries: int = 400, most_seconds: float = 300.0) -> Spec:
+    """A program that fails and none of whose simpler forms does, if so many tries and seconds are enough to find it."""
     tries = 0
+    end = time.monotonic() + most_seconds
     while True:
         for simpler in _simpler(spec):
             tries += 1
-            if tries > most_tries:
+            if tries > most_tries or time.monotonic() > end:
                 return spec
             if fails(simpler):
                 spec = simpler

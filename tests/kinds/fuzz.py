@@ -107,9 +107,8 @@ class Net(Module):
 
 SIZES = ((4, 4, 4), (3, 3, 5), (4, 2, 4), (5, 5, 1))
 SKIPPED: tuple[tuple[int, ...], ...] = ((), (), (9, 0, 9), (0, 9, 1))
-HELD_BYTES = 1100
-"""What a planned step may hold more than a plain one when its last gradient is made: some tensors of the node that is running, and what
-was captured for reads that do not come in this step, as another step's draw skips a node."""
+HELD_BYTES = 512
+"""What a planned step may hold more than a plain one when its last gradient is made: some tensors of the node that is running."""
 FORM_NAMES = (*FORMS, *AROUND, "written outputs")
 
 

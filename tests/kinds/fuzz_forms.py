@@ -41,7 +41,7 @@ class _SeenOps(TorchDispatchMode):
 
 
 class _SeenFunctions(TorchFunctionMode):
-    """The same for functions; not for the overloads that a dispatch mode around it calls in turn, of which it sees some."""
+    """The same for functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _SeenFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if "detach" not in name and not isinstance(func, torch._ops.OpOverload):
+        if "detach" not in name:
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
 

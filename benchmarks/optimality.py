@@ -24,13 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from tests.plan.optimal.brute import reading_nodes
+from tests.plan.optimal.brute import num_choices, reading_nodes
 from tests.plan.optimal.exhaustive import Found, TooManyStatesError, least_seconds, schedule_of
 from tests.plan.optimal.test_optimum import persistent_optimum, revolve_forwards
 from tests.plan.optimal.treewidth import treewidth_schedule
 from tests.steps import chain, random_steps
 
-from keepwise.ir import Category, Step
+from keepwise.ir import Step
 from keepwise.plan import get_planner
 from keepwise.plan.optimal import Status, bound_over_all_schedules, plan_floor, plan_optimal
 from keepwise.simulate import ScheduleError, simulate
@@ -121,14 +121,6 @@ def examples(number: int, max_ops: int, wanted: Callable[[Step], bool]) -> list[
     return found
 
 
-def num_choices(step: Step) -> int:
-    """Storages that a schedule may decide about."""
-    dynamic = (Category.ACTIVATION, Category.TEMPORARY)
-    return sum(
-        1 for s in step.storages if s.category in dynamic and s.birth >= 0 and step.ops[s.birth].phase == "forward"
-    )
-
-
 def is_tiny(step: Step) -> bool:
     """Whether the search through states ends soon."""
     return 1 <= len(reading_nodes(step)) <= 4 and num_choices(step) <= 8
@@ -147,12 +139,14 @@ class Exhausted:
     """One takes less in a graph that is read twice, without such copies."""
     other: int = 0
     open: int = 0
-    """The search says less, and its path is no schedule that fits: a copy costs more there than the search counts."""
+    """The search says less, and its path is no schedule that fits: the search counts less for a copy than the judge."""
     bound_reached: int = 0
     """The bound over all schedules that plans carry equals the best."""
     graphs: int = 0
     floors: int = 0
     """Graphs of which no schedule has a smaller peak than ours."""
+    lower_floors: int = 0
+    """Graphs of which one has."""
     given_up: int = 0
     """Graphs whose smallest peak the search did not decide within `MAX_STATES`."""
     excess: list[float] = field(default_factory=list)
@@ -162,11 +156,14 @@ class Exhausted:
         """Compare at five budgets from our smallest peak to under the plain one, and below the smallest."""
         floor = plan_floor(step)
         self.graphs += 1
+        below = floor.floor_bytes - 1
         try:
-            lower = least_seconds(step, floor.floor_bytes - 1, max_states=MAX_STATES)
-            self.floors += lower is None or not reached(step, lower, floor.floor_bytes - 1)
+            lower = least_seconds(step, below, max_states=MAX_STATES)
         except TooManyStatesError:
             self.given_up += 1
+        else:
+            self.floors += lower is None
+            self.lower_floors += lower is not None and reached(step, lower, below)
         room = floor.plain_peak_bytes - floor.floor_bytes
         for budget in sorted({floor.floor_bytes + room * i // 5 for i in range(5)}):
             self._compare(step, budget)
@@ -182,12 +179,13 @@ class Exhausted:
         if found is None:
             self.best += 1
             return
-        without = least_seconds(step, budget, below=ours, copies=False)
-        if not reached(step, without or found, budget):
+        paths = (found, least_seconds(step, budget, below=ours, copies=False))
+        better = next((f for f in paths if f is not None and reached(step, f, budget)), None)
+        if better is None:
             self.open += 1
             return
-        self.excess.append((ours - found.added_seconds) / max(step.seconds, TINY))
-        if any(r.copies for r in found.path):
+        self.excess.append((ours - better.added_seconds) / max(step.seconds, TINY))
+        if any(r.copies for r in better.path):
             self.copied += 1
         elif any(len(save.reads) > 1 for save in step.saves):
             self.twice += 1
@@ -210,6 +208,8 @@ class Exhausted:
                 f"| the bound that plans carry is the fastest schedule's time | {self.bound_reached} |",
                 f"| graphs | {self.graphs} |",
                 f"| ours has the smallest peak there is | {self.floors} |",
+                f"| a schedule has a smaller one | {self.lower_floors} |",
+                f"| open: the search's bound is lower | {self.graphs - self.floors - self.lower_floors - self.given_up} |",
                 f"| not decided: more than {MAX_STATES:,} states | {self.given_up} |",
             )
         )

@@ -41,6 +41,14 @@ def reading_nodes(step: Step) -> list[tuple[int, int]]:
     return nodes
 
 
+def num_choices(step: Step) -> int:
+    """Storages that a schedule may decide about."""
+    dynamic = (Category.ACTIVATION, Category.TEMPORARY)
+    return sum(
+        1 for s in step.storages if s.category in dynamic and s.birth >= 0 and step.ops[s.birth].phase == "forward"
+    )
+
+
 def _trees(a: int, b: int, depth: int) -> Iterator[tuple[tuple[int, int, int], ...]]:
     """Sequences of sibling spans (first node, last node, level) that cover nodes a..b, with spans inside them."""
     if a > b:

@@ -12,14 +12,15 @@ Seconds are the length of the path. Something is let go only where it is in the 
 before it commits: bytes that fit cost no time. The judge's own replayer says what a replay takes.
 
 The result is a bound for all schedules, and nearly always the optimum. Left out are: a copy is charged once, from its last reader in
-forward on, though it may serve several windows; a view that is read is made by each replay of its storage. The path is told, so that each difference can be looked at.
+forward on, though it may serve several windows; a view that is read is made by each replay of its storage. The path is told, so that
+each difference can be looked at.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,6 +144,8 @@ class _Search:
                         op.index
                     )
         self.storage_bit = {item.id: self.bit[item] for item in self.items if item.kind == "storage"}
+        self.saved = self._mask(self.droppable & self.storage_bit.keys())
+        """Droppable storages, as items."""
         self.reads = [
             (r.first, r.last, step.values[save.value].storage)
             for save in step.saves
@@ -281,7 +284,7 @@ class _Search:
                     blocked = True
                     continue
                 made.setdefault(key, []).append(chosen)
-                read = closure.reads & state.held & self._mask(self.droppable)
+                read = closure.reads & state.held & self.saved
                 committing |= closure.reads
                 following = state._replace(
                     alive=state.alive | self._mask(chosen),
@@ -308,7 +311,7 @@ class _Search:
         }
         return Replayed(t, tuple(sorted(ops)), tuple(sorted(chosen)), closure.held, closure.copies)
 
-    def _mask(self, storages: frozenset[int]) -> int:
+    def _mask(self, storages: Set[int]) -> int:
         return sum(self.storage_bit[s] for s in storages)
 
     def _bytes(self, state: _State) -> int:
@@ -419,10 +422,10 @@ class _Search:
         trial = _Run(Replayer(self.step, schedule, self.index), window)
         for position, i in enumerate(ops):
             trial.op(position, i)
-        # What the replay makes itself it does not read from a copy.
         final = {s: self.index.version_before(s, t) for s in retain}
         if any(s not in trial.current or trial.current[s].version != final[s] for s in retain):
             return None
+        # What the replay makes itself it does not read from a copy.
         window = replace(window, copies=tuple(trial.replay.copied))
         schedule = replace(schedule, windows=(window,))
         machine = _Machine(self.step, schedule)

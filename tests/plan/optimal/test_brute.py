@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, given, seed, settings
 
-from keepwise.ir import Category, Step
+from keepwise.ir import Step
 from keepwise.plan.optimal import Status, plan_floor, plan_optimal
-from tests.plan.optimal.brute import best_schedules, reading_nodes
+from tests.plan.optimal.brute import best_schedules, num_choices, reading_nodes
 from tests.steps import random_steps
 
 
@@ -19,14 +19,6 @@ class Count:
     slower: list[float] = field(default_factory=list)
 
 
-def _size(step: Step) -> int:
-    """Storages that a schedule may decide about."""
-    dynamic = (Category.ACTIVATION, Category.TEMPORARY)
-    return sum(
-        1 for s in step.storages if s.category in dynamic and s.birth >= 0 and step.ops[s.birth].phase == "forward"
-    )
-
-
 def test_tiny_steps_equal_the_best_of_all_schedules() -> None:
     count = Count()
 
@@ -34,7 +26,7 @@ def test_tiny_steps_equal_the_best_of_all_schedules() -> None:
     @given(random_steps(max_ops=7, copied=True))
     @settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def compare(step: Step) -> None:
-        if not 1 <= len(reading_nodes(step)) <= 3 or _size(step) > 5:
+        if not 1 <= len(reading_nodes(step)) <= 3 or num_choices(step) > 5:
             return
         oracle = best_schedules(step, limit=3000)
         count.higher_floor += plan_floor(step).floor_bytes > oracle[0].peak_bytes

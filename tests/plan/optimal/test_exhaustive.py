@@ -6,10 +6,10 @@ from collections import Counter
 
 from hypothesis import HealthCheck, given, seed, settings
 
-from keepwise.ir import Category, Step
+from keepwise.ir import Step
 from keepwise.plan.optimal import bound_over_all_schedules, plan_floor, plan_optimal
 from keepwise.simulate import simulate
-from tests.plan.optimal.brute import best_schedules, reading_nodes
+from tests.plan.optimal.brute import best_schedules, num_choices, reading_nodes
 from tests.plan.optimal.exhaustive import Found, least_seconds, schedule_of
 from tests.plan.optimal.test_optimum import persistent_optimum
 from tests.steps import chain, random_steps
@@ -18,9 +18,7 @@ TINY = 1e-9
 
 
 def _is_tiny(step: Step) -> bool:
-    dynamic = (Category.ACTIVATION, Category.TEMPORARY)
-    made = [s for s in step.storages if s.category in dynamic and s.birth >= 0]
-    return 1 <= len(reading_nodes(step)) <= 4 and sum(step.ops[s.birth].phase == "forward" for s in made) <= 6
+    return 1 <= len(reading_nodes(step)) <= 4 and num_choices(step) <= 6
 
 
 def test_nothing_that_the_judge_accepts_is_faster_than_the_search() -> None:

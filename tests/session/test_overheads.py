@@ -11,13 +11,14 @@ from msgspec.structs import replace
 
 import keepwise
 from keepwise._errors import UsageError
-from keepwise.ir import Phase
+from keepwise.ir import Op, Phase, Schedule, Step, Window
 from keepwise.session.overheads import (
     MOST_EVICTED_BYTES,
     evicted_bytes,
     excess_seconds,
     memory_seconds,
     overheads_of,
+    usual_seconds,
     watching_seconds,
 )
 from tests.session.models import loss, stack
@@ -87,6 +88,22 @@ def test_what_replays_took_is_no_price(tmp_path: Path, monkeypatch: pytest.Monke
     for a, b in zip(before.step.ops, proved.step.ops, strict=True):
         if a.phase == Phase.FORWARD and a.replayable:
             assert b.seconds <= a.seconds, a.target
+
+
+def test_a_replay_that_was_disturbed_counts_as_those_of_equal_blocks() -> None:
+    op = Op(index=0, target="aten.sin.default", inputs=(), outputs=(), phase=Phase.FORWARD)
+    step = Step(ops=tuple(replace(op, index=i, seconds=s) for i, s in enumerate((1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0))))
+    schedule = Schedule(
+        windows=tuple(
+            Window(id=i, start=0, stop=0, ops=ops) for i, ops in enumerate(((0, 1), (2, 3), (4, 5), (6,), (), (1,)))
+        )
+    )
+    quiet = [(0, 3.0), (1, 3.25), (2, 3.5), (3, 1.5), (4, 0.25), (5, 2.0)]
+    assert usual_seconds(step, schedule, quiet) == 3 * 3.25 + 1.5 + 0.25 + 2.0
+    assert usual_seconds(step, schedule, [*quiet[:2], (2, 30.0), *quiet[3:]]) == usual_seconds(step, schedule, quiet)
+    assert usual_seconds(step, schedule, [*quiet[:3], (3, 15.0), *quiet[4:]]) == 3 * 3.25 + 15.0 + 0.25 + 2.0
+    assert usual_seconds(step, schedule, [(3, 1.5), (3, 1.0)]) == 2.5
+    assert usual_seconds(step, schedule, []) == 0.0
 
 
 def test_where_a_device_works_for_itself_the_clock_says_nothing() -> None:

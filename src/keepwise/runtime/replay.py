@@ -303,7 +303,7 @@ class WindowRun:
         finally:
             for run in fetched.values():
                 run._clear()
-        self.stats.add_replay(len(empty), len(calls), seconds)
+        self.stats.add_replay(self.window, len(empty), len(calls), seconds)
 
     def _run_all(self, calls: list[Call], again: bool, task: int) -> None:
         env: dict[int, Tensor] = {}

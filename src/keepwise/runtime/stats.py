@@ -60,7 +60,9 @@ class StepStats:
     audited: set[int] = field(default_factory=set)
     """Views whose replay equals the original."""
     collecting: bool = False
-    """Whether an audit notes mismatches instead of raising."""
+    """Whether an audit notes mismatches instead of raising, and each replay's time."""
+    replays: list[tuple[int, float]] = field(default_factory=list)
+    """Window and seconds of each replay, in order; only where they are collected."""
     mismatched: list[int] = field(default_factory=list)
     """Views whose replay differs from the original."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -99,9 +101,11 @@ class StepStats:
         if budget_bytes is not None and highest > budget_bytes and highest != self.counted_before:
             self.over_budget = True
 
-    def add_replay(self, num_tensors: int, num_ops: int, seconds: float) -> None:
+    def add_replay(self, window: int, num_tensors: int, num_ops: int, seconds: float) -> None:
         """Count one replay."""
         with self.lock:
+            if self.collecting:
+                self.replays.append((window, seconds))
             self.num_replays += 1
             self.num_replayed += num_tensors
             self.num_ops_replayed += num_ops

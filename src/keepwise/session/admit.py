@@ -35,8 +35,10 @@ class Outcome:
     """Saved tensors that the plan drops and that were kept because the step is not the recorded one."""
     deviation_bytes: int
     """Their bytes."""
-    replay_seconds: float
-    """What the replays took, with the packing of what they expand; comparing not included."""
+    replays: tuple[tuple[int, float], ...]
+    """Window and seconds of each replay; comparing not included."""
+    packing_seconds: float
+    """Time that forward took to pack what replays expand."""
     observed: Observation | None
     """What the step left behind; None where its backward could not go on."""
 
@@ -117,7 +119,8 @@ def prove_plan(
             num_audited=sum(stats.num_audited for stats in runner.seen),
             num_deviations=sum(stats.num_deviations for stats in runner.seen),
             deviation_bytes=sum(stats.deviation_bytes for stats in runner.seen),
-            replay_seconds=sum(stats.replay_seconds + stats.packing_seconds for stats in runner.seen),
+            replays=tuple(replay for stats in runner.seen for replay in stats.replays),
+            packing_seconds=sum(stats.packing_seconds for stats in runner.seen),
             observed=observed,
         )
     finally:

@@ -35,7 +35,7 @@ from keepwise.session.device import auto_budget, device_bytes
 from keepwise.session.document import PlanDocument
 from keepwise.session.fingerprint import fingerprint
 from keepwise.session.ladder import Ladder
-from keepwise.session.overheads import excess_seconds, overheads_of
+from keepwise.session.overheads import excess_seconds, overheads_of, usual_seconds
 from keepwise.session.pins import apply_pins, recomputed_by_pins
 from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, decided, plan_step
@@ -375,7 +375,8 @@ class Fitting:
             num_replays=outcome.num_audited,
         )
         chooser, document = plan.runner.chooser, plan.document
-        measured = self.ranks.gathered(outcome.replay_seconds)[0]
+        took = usual_seconds(document.step, document.schedule, outcome.replays) + outcome.packing_seconds
+        measured = self.ranks.gathered(took)[0]
         document = msgspec.structs.replace(
             document,
             overhead_seconds=document.overhead_seconds

@@ -10,6 +10,8 @@ Notes:
    each op pushes them out, as large ones do. On a device that works for itself they are hidden behind it.
 4. An op's price was taken with its arguments in the caches and new memory for its result; in a replay it is the other way round, and
    captured calls are not free. By how much the replays took longer than their ops alone is seen in the step that proves the plan.
+   That step is one sample, and other work on the machine slows some of its replays: of windows that do the same, as those of equal
+   blocks do, the middle one counts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -171,6 +174,24 @@ def watching_seconds(evicted: int) -> float:
         program = compile_program(step, Schedule(planner="none"))
         added = statistics.median(seconds(watched) - seconds(chain) for _ in range(ROUNDS))
     return max(added, 0.0) / sum(op.phase == Phase.FORWARD for op in step.ops)
+
+
+def usual_seconds(step: Step, schedule: Schedule, replays: Iterable[tuple[int, float]]) -> float:
+    """What the replays of a step take, from what they took once (note 4).
+
+    Args:
+        step: the recorded step.
+        schedule: its plan.
+        replays: window and seconds of each replay.
+
+    Returns:
+        Their sum, with the median of those whose ops have the same prices in place of each.
+    """
+    alike: defaultdict[tuple[float, ...], list[float]] = defaultdict(list)
+    for window, seconds in replays:
+        ops = schedule.windows[window].ops if 0 <= window < len(schedule.windows) else ()
+        alike[tuple(step.ops[i].seconds for i in ops)].append(seconds)
+    return sum(len(took) * statistics.median(took) for took in alike.values())
 
 
 def excess_seconds(step: Step, priced: float, measured: float) -> float:

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .parts import in_thread
 from .program import Loss, Step
 
+torch.get_device_module("cuda")  # remembered from now on; where `fork_rng` first asks for it, modes see that
+
 
 class _Rounding(TorchDispatchMode):
     """A user's mode that changes results, in forward and in backward, but must not reach a replay."""

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise._functions import bound_cells
+from keepwise.runtime.beneath import our_modes_off
 from keepwise.runtime.calls import storage_key
 from keepwise.runtime.digest import digest
 from keepwise.runtime.holding import ForeignSave, VersionStub
@@ -89,19 +89,20 @@ class WitnessedSave(ForeignSave):
     def __init__(self, save: ForeignSave, t: Tensor, trust: Trust, pair: str, view: int) -> None:
         super().__init__(save.packed, save.foreign_unpack)
         self.trust, self.pair, self.view = trust, pair, view
-        self.version = VersionStub(t)
-        self.form = _form(t)
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self.version = VersionStub(t)
+            self.form = _form(t)
             self.digest = digest(t)
 
     def unpack(self) -> Tensor:
         """What the user's unpack hook returns."""
         t = super().unpack()
-        if self.version.is_current():  # else nobody knows what had to come back, and the tensor stays kept (note 3)
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if self.version.is_current():  # else nobody knows what had to come back, and the tensor stays kept (note 3)
                 form = _form(t)
                 is_lossy = form[:3] != self.form[:3] or digest(t) != self.digest
-            self.trust.came_back(self.pair, self.view, is_same=form == self.form and not is_lossy, is_lossy=is_lossy)
+                is_same = form == self.form and not is_lossy
+                self.trust.came_back(self.pair, self.view, is_same=is_same, is_lossy=is_lossy)
         return t
 
 
@@ -167,14 +168,16 @@ def _given(entry: _Entry) -> Tensor | None:
     save = entry.save()
     if save is None or entry.storage.expired():
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         t = entry.tensor()
         if t is None or storage_key(t) != entry.storage.cdata:  # the object is gone, or was given another storage
             storage = torch.UntypedStorage._new_with_weak_ptr(entry.storage.cdata)
             if storage is None:
                 return None
             t = torch.empty(0, dtype=entry.dtype, device=storage.device).set_(storage, *entry.place)  # type: ignore[arg-type]
-        pack, unpack = entry.hooks
+    pack, unpack = entry.hooks
+    # inside of an op function modes are off
+    with our_modes_off(), torch._C.DisableTorchFunction(), torch.no_grad():
         save.pending = ForeignSave(pack(t), unpack)
     return t
 

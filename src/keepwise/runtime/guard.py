@@ -30,6 +30,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise.ir import NO_WINDOW
+from keepwise.runtime.beneath import Beneath, function_mode_is_on
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
@@ -53,7 +54,7 @@ from keepwise.runtime.reuse import result_geometry
 from keepwise.runtime.special import replay_arguments
 from keepwise.runtime.stats import StepStats
 from keepwise.runtime.unseen import unseen
-from keepwise.runtime.watch import Watch, function_mode_is_on, innermost_hooks, of_subclass, unpack
+from keepwise.runtime.watch import Watch, innermost_hooks, of_subclass, unpack
 from keepwise.runtime.wiring import Seen, Wiring
 
 Tensor = torch.Tensor
@@ -122,16 +123,19 @@ class Guard(Wiring):
         self.strange = set()
         self.forget_all()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function_mode_is_on():  # an op of autograd's own, which the user's mode does not see
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, run: Any = None) -> Any:
+        if function_mode_is_on():
+            run = Beneath(func, types)
             with torch._C.DisableTorchFunction():
-                return self.__torch_dispatch__(func, types, args, kwargs)
+                return self.__torch_dispatch__(func, types, args, kwargs, run)
+        if run is None:
+            run = func
         if types and has_subclass(types):
-            return of_subclass(func, types, args, kwargs)
+            return of_subclass(run, types, args, kwargs)
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
             if self.recycler is not None:
                 self.recycler.clear()
-            return self._unwatched(func, args, kwargs)
+            return self._unwatched(func, run, args, kwargs)
         self.stats.num_ops += 1
         place = self.place
         ops = self.program.ops
@@ -141,37 +145,37 @@ class Guard(Wiring):
             entry = self._find(func)
             if entry is None:
                 if func is _DETACH and _graph_task() != -1:  # autograd's own, of what our unpack gave it
-                    return func(*args, **(kwargs or {}))
+                    return run(*args, **(kwargs or {}))
                 if self.recycler is not None:
                     self.recycler.trim(0)
                 self.stats.num_unknown_ops += 1
                 self.stats.differs(f"{func}, which the recorded step does not have here")
                 self.last = (self.last[1], func)
                 given = set(map(storage_key, tensors_in(args, kwargs)))
-                result = self._unwatched(func, args, kwargs)
+                result = self._unwatched(func, run, args, kwargs)
                 made = {storage_key(t) for t in tensors_out(result) if t is not None}
                 self.strange.update(key for key in made - given if key is not None)
                 return result
         self.last = (self.last[1], func)
         self.place = entry.index + 1
         if entry.is_checked:
-            return self._checked(entry, func, args, kwargs)
-        result = self._call(entry, func, args, kwargs)
+            return self._checked(entry, func, run, args, kwargs)
+        result = self._call(entry, func, run, args, kwargs)
         self.bind(entry.outs, result, made=False)
         return result
 
-    def _call(self, entry: OpEntry, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, entry: OpEntry, func: Any, run: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, into the memory of dead results where there is some (note 7)."""
         recycler = self.recycler
         if recycler is None or _graph_task() != -1:
-            return func(*args, **(kwargs or {}))
+            return run(*args, **(kwargs or {}))
         room, into = None, entry.into
         if into is not None:
             geometry = result_geometry(func, args, kwargs)
             room = recycler.take(geometry[0], None, geometry[1]) if geometry is not None else None
         recycler.trim(entry.spare_bytes)
         if room is None or into is None:
-            result = func(*args, **(kwargs or {}))
+            result = run(*args, **(kwargs or {}))
         else:
             self._forget_storage(room)
             self.stats.recycled_bytes += room.nbytes
@@ -209,23 +213,24 @@ class Guard(Wiring):
             ahead = 0
         return self.program.ops[places[ahead]]
 
-    def _unwatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _unwatched(self, func: Any, run: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that the recording does not explain."""
         if not mutates(func):
-            return func(*args, **(kwargs or {}))
+            return run(*args, **(kwargs or {}))
         written = written_tensors(func, args, kwargs)
         self._before_write(written)
         try:
-            return func(*args, **(kwargs or {}))
+            return run(*args, **(kwargs or {}))
         finally:
             self._written(written, None)
 
     def _stop_watching(self) -> None:
         """Prepare for writes that we shall not see, where the user's hooks let plain autograd go on after them (note 8)."""
         if self.withheld.is_used:
-            self.withheld.hand_over_all()
-            alive = [ref() for ref, _, _ in list(self.ids.values())]
-            protect([t for t in alive if t is not None and id(t) not in self.as_they_are])
+            with torch._C.DisableTorchFunction():
+                self.withheld.hand_over_all()
+                alive = [ref() for ref, _, _ in list(self.ids.values())]
+                protect([t for t in alive if t is not None and id(t) not in self.as_they_are])
 
     def _before_write(self, tensors: list[Tensor]) -> None:
         """Tensors are about to be written."""
@@ -247,7 +252,7 @@ class Guard(Wiring):
                     if not made_here:
                         run.made.difference_update(views)
 
-    def _checked(self, entry: OpEntry, func: Any, args: Any, kwargs: Any) -> Any:
+    def _checked(self, entry: OpEntry, func: Any, run: Any, args: Any, kwargs: Any) -> Any:
         """Run an op whose wiring matters, capturing it for each window that replays it."""
         seen_args, seen_kwargs = replay_arguments(func, args, kwargs) if entry.uses else (args, kwargs)
         tensors = tensors_in(seen_args, seen_kwargs)
@@ -270,7 +275,7 @@ class Guard(Wiring):
             else:
                 self.stats.differs(f"{entry.where} got {len(views)} tensors instead of {len(entry.ins)}")
         try:
-            result = self._call(entry, func, args, kwargs)
+            result = self._call(entry, func, run, args, kwargs)
         except BaseException:
             self._written(written, None)
             raise
@@ -278,13 +283,13 @@ class Guard(Wiring):
             self._written(written, captured)
         if entry.unpacks:
             captured = self.capture_packed(entry, result)
-        for run, call in captured:
-            run.add(call, result)
+        for window, call in captured:
+            window.add(call, result)
         if entry.unpacks or captured or not written or (fits and all(views[i] == entry.ins[i] for i in entry.written)):
             self.bind(entry.outs, result, made=bool(captured))
         if entry.finishes:
             for save in self.pending.pop(entry.index, ()):
-                if any(run is save.run for run, _ in captured):
+                if any(window is save.run for window, _ in captured):
                     self._finish(save)
         return result
 

@@ -17,7 +17,8 @@ _installed: Any = None
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    protect([p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor)])
+    with torch._C.DisableTorchFunction():  # no mode of the user's sees it
+        protect([p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor)])
 
 
 def install() -> None:

@@ -25,8 +25,9 @@ _view: Any = torch._C.TensorBase.view_as
 @unseen
 def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     found = _given(ctx)
-    if any(type(t) is Tensor and t.requires_grad and t.is_leaf for t in found):
-        return tuple(_original(t) for t in found)
+    with torch._C.DisableTorchFunction():
+        if any(type(t) is Tensor and t.requires_grad and t.is_leaf for t in found):
+            return tuple(_original(t) for t in found)
     return found
 
 
@@ -34,7 +35,7 @@ def _original(t: Any) -> Any:
     """The leaf whose gradient accumulator `t` has; `t` itself if it is no such leaf."""
     if type(t) is not Tensor or not t.requires_grad or not t.is_leaf:
         return t
-    with torch.enable_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():
         node: Any = _view(t, t).grad_fn
     accumulator = node.next_functions[0][0] if node is not None else None
     return getattr(accumulator, "variable", t)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwise.runtime.beneath import Beneath, function_mode_is_on
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
@@ -39,7 +40,7 @@ from keepwise.runtime.holding import alias, version_of
 from keepwise.runtime.replay import DroppedSave, WindowRun, protect
 from keepwise.runtime.special import is_opaque, replay_arguments
 from keepwise.runtime.stats import StepStats
-from keepwise.runtime.watch import Watch, function_mode_is_on, of_subclass
+from keepwise.runtime.watch import Watch, of_subclass
 
 Tensor = torch.Tensor
 _local = threading.local()
@@ -69,12 +70,15 @@ class Region(Watch):
         super().__exit__(*exc)
         self.outer = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function_mode_is_on():  # an op of autograd's own, which the user's mode does not see
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, run: Any = None) -> Any:
+        if function_mode_is_on():
+            run = Beneath(func, types)
             with torch._C.DisableTorchFunction():
-                return self.__torch_dispatch__(func, types, args, kwargs)
+                return self.__torch_dispatch__(func, types, args, kwargs, run)
+        if run is None:
+            run = func
         if types and has_subclass(types):
-            return of_subclass(func, types, args, kwargs)
+            return of_subclass(run, types, args, kwargs)
         kwargs = kwargs or {}
         seen_args, seen_kwargs = replay_arguments(func, args, kwargs)
         tensors = tensors_in(seen_args, seen_kwargs)
@@ -85,7 +89,7 @@ class Region(Watch):
         if self._captures(func, args, kwargs):
             call, borders = self._capture(func, args, kwargs, seen_args, seen_kwargs, tensors, written)
         try:
-            result = func(*args, **kwargs)
+            result = run(*args, **kwargs)
         except BaseException:
             self._after_write(written, None)
             raise

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from keepwise.runtime import aside, originals
+from keepwise.runtime.beneath import our_modes_off
 from keepwise.runtime.calls import in_shadow, is_shadow, storage_key, tensors_out
 from keepwise.runtime.foreign import Withheld
 from keepwise.runtime.geometry import Geometry
@@ -37,13 +38,13 @@ _functorch_stack: Any = torch._C._functorch.peek_interpreter_stack  # type: igno
 _dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
 _TRACERS: tuple[Any, ...] = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 _ref = weakref.ref
-function_mode_is_on: Any = torch._C._is_torch_function_mode_enabled  # type: ignore[attr-defined]
 
 
 class Watch(TorchDispatchMode):
     """Identities of tensors, and hooks on saved tensors."""
 
     supports_higher_order_operators: ClassVar[bool] = True
+    is_of_keepwise: ClassVar[bool] = True
 
     def __init__(self, stats: StepStats, namer: Namer | None) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ class Watch(TorchDispatchMode):
             return foreign[0](t)
         with torch._C.DisableTorchFunction():
             self.stats.foreign_bytes += t.nbytes if t.layout is torch.strided else 0
-        with _disable_current_modes():  # what the user's hook does is no part of the step that was recorded
+        with our_modes_off():  # what the user's hook does is no part of the step that was recorded
             return ForeignSave(foreign[0](t), foreign[1])
 
 

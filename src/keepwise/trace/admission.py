@@ -85,14 +85,23 @@ class Admission:
         return self._known.get((signature, phase is Phase.FORWARD))
 
     def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, signature: str, phase: Phase
+        self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, signature: str, phase: Phase
     ) -> tuple[Any, float, Effects]:
-        """Run an op for real and find out what it does: its result, its duration in seconds and its effects."""
+        """Run an op for real and find out what it does: its result, its duration in seconds and its effects.
+
+        Args:
+            func: the op.
+            run: what runs it for real.
+            args: its arguments.
+            kwargs: those by name.
+            signature: of this call.
+            phase: in which it comes.
+        """
         if phase is Phase.FORWARD:
             price = functools.partial(self.timings.price, signature)
-            result, seconds, effects = _admit(func, args, kwargs, price)
+            result, seconds, effects = _admit(func, run, args, kwargs, price)
         else:
-            result, seconds, effects = _observe(func, args, kwargs)
+            result, seconds, effects = _observe(func, run, args, kwargs)
         key = signature, phase is Phase.FORWARD
         self._known[key] = effects
         if effects.workspace_bytes:
@@ -104,11 +113,11 @@ class Admission:
         return (signature, phase is Phase.FORWARD) in self._provisional
 
     def again(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, signature: str, phase: Phase
+        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, signature: str, phase: Phase
     ) -> tuple[Any, float, Effects]:
         """Run an op for real and measure its workspace a second time."""
         key = signature, phase is Phase.FORWARD
-        result, seconds, workspace = _measured(func, args, kwargs)
+        result, seconds, workspace = _measured(run, args, kwargs)
         effects = self._known[key]
         if workspace is not None and workspace < effects.workspace_bytes:
             effects = replace(effects, workspace_bytes=workspace)
@@ -140,36 +149,38 @@ def _schema_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return tuple(i for i, t in enumerate(tensors_in(args, kwargs)) if id(t) in written)
 
 
-def _observe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, Effects]:
+def _observe(func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, Effects]:
     """Time and workspace of an op that will never be replayed."""
     effects = schema_effects(func, args, kwargs)
-    result, seconds, workspace = _measured(func, args, kwargs)
+    result, seconds, workspace = _measured(run, args, kwargs)
     return result, seconds, replace(effects, flops=flops_of(func, args, kwargs, result), workspace_bytes=workspace or 0)
 
 
-def _measured(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, int | None]:
+def _measured(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, int | None]:
     tensors = tensors_in(args, kwargs)
     seconds = 0.0
 
-    def run() -> Any:
+    def timed() -> Any:
         nonlocal seconds
         _wait(tensors)
         began = time.perf_counter()
-        result = func(*args, **kwargs)
+        result = run(*args, **kwargs)
         _wait(tensors)
         seconds = time.perf_counter() - began
         return result
 
-    result, workspace = run_with_workspace(run)
+    result, workspace = run_with_workspace(timed)
     return result, seconds, workspace
 
 
-def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], price: Price) -> tuple[Any, float, Effects]:
+def _admit(
+    func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], price: Price
+) -> tuple[Any, float, Effects]:
     """Note 1."""
     tensors = tensors_in(args, kwargs)
     reason = _unfit(func, tensors)
     if reason:
-        result, seconds, effects = _observe(func, args, kwargs)
+        result, seconds, effects = _observe(func, run, args, kwargs)
         random = _declared_random(func, args, kwargs, tensors)
         return (
             result,
@@ -182,10 +193,10 @@ def _admit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], price: Pric
         with clean():
             twins = _twins(tensors)
     except torch.OutOfMemoryError:
-        result, seconds, effects = _observe(func, args, kwargs)
+        result, seconds, effects = _observe(func, run, args, kwargs)
         return result, seconds, replace(effects, replayable=False, why_not="no memory was left to try it")
     versions = [_version(t) for t in tensors]
-    result, seconds, workspace = _measured(func, args, kwargs)
+    result, seconds, workspace = _measured(run, args, kwargs)
     outputs = tensors_out(result)
     random, rng_bytes = "", 0
     if state is not None and generator is not None:

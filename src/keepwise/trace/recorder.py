@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
+from keepwise.runtime.beneath import Beneath, function_mode_is_on
 from keepwise.runtime.calls import in_shadow, target_name, tensors_in, tensors_out
 from keepwise.runtime.reuse import overwrites
 from keepwise.runtime.special import replay_arguments
@@ -44,6 +45,7 @@ class Recorder(TorchDispatchMode):
     """Sees every op of a step; use `record`."""
 
     supports_higher_order_operators: ClassVar[bool] = True
+    is_of_keepwise: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,23 +73,28 @@ class Recorder(TorchDispatchMode):
         """Compiled submodules stay compiled under it."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, run: Any = None) -> Any:
+        if function_mode_is_on():
+            run = Beneath(func, types)
+            with torch._C.DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs, run)
         began = time.perf_counter()
+        run = run if run is not None else func
         kwargs = kwargs or {}
         if in_shadow():
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if types and not _PLAIN_TYPES.issuperset(types) and any(_desugars(t) for t in types):
-            return of_subclass(func, types, args, kwargs)
+            return of_subclass(run, types, args, kwargs)
         if _functorch_stack() is not None:
             self.functorch_paths[self.paths.path] = None
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         detached = self.saved.detach_of_restored(func, args, kwargs)
         if detached is not None:
             return detached
         with torch._C.DisableTorchFunction():
             op, tensors, incarnations = self._begin(func, args, kwargs)
         try:
-            result, op.seconds, effects = self._execute(op, func, args, kwargs)
+            result, op.seconds, effects = self._execute(op, func, run, args, kwargs)
         except BaseException as error:
             op.why_not = f"it raised {type(error).__name__}"
             raise
@@ -152,16 +159,16 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ the op
 
-    def _execute(self, op: OpDraft, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Effects]:
+    def _execute(self, op: OpDraft, func: Any, run: Any, args: Any, kwargs: Any) -> tuple[Any, float, Effects]:
         effects = None
         if self._admit is not None:
             effects = self._admit.known(op.signature, op.phase)
             if effects is None:
-                return self._admit.run(func, args, kwargs, signature=op.signature, phase=op.phase)
+                return self._admit.run(func, run, args, kwargs, signature=op.signature, phase=op.phase)
             if self._admit.is_provisional(op.signature, op.phase):
-                return self._admit.again(func, args, kwargs, signature=op.signature, phase=op.phase)
+                return self._admit.again(run, args, kwargs, signature=op.signature, phase=op.phase)
         began = time.perf_counter()
-        result = func(*args, **kwargs)
+        result = run(*args, **kwargs)
         seconds = time.perf_counter() - began
         return result, seconds, effects if effects is not None else schema_effects(func, args, kwargs)
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from keepwise.ir import NO_OP
 from keepwise.runtime import originals
+from keepwise.runtime.beneath import our_modes_off
 from keepwise.runtime.calls import in_shadow
 from keepwise.runtime.digest import digest
 from keepwise.runtime.foreign import identity_of
@@ -177,7 +178,7 @@ class SavedTensors:
             outer = self._outer[-1] if self._outer else None
             if outer is not None:
                 self._passed[draft.id] = draft
-                with _disable_current_modes():
+                with our_modes_off():
                     saved.foreign = (outer, outer[0](t))
             return saved
 
@@ -231,8 +232,9 @@ class SavedTensors:
         """What the user's own hooks give back (note 5)."""
         assert saved.foreign is not None
         hooks, packed = saved.foreign
-        with _disable_current_modes():
+        with our_modes_off():
             back = hooks[1](packed)
+        with _disable_current_modes():
             if _is_same(t, back):
                 return t, entry
             draft, table = saved.incarnation.draft, self._table

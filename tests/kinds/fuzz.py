@@ -21,7 +21,7 @@ from torch import nn
 
 from . import fuzz_ops as fuzz_ops  # fills the table of instructions
 from . import fuzz_wild_ops as fuzz_wild_ops
-from .fuzz_forms import AROUND, FORMS, MAY_REFUSE, abandoning, other_settings, written_outputs
+from .fuzz_forms import AROUND, FORMS, MAY_REFUSE, RARE_FORMS, abandoning, other_settings, written_outputs
 from .fuzz_machine import EFFECTS, OPS, WIDTH, Instruction, Machine
 from .parts import Module
 from .program import Case, Program, case
@@ -42,7 +42,7 @@ class Spec:
     num_outputs: int
     """How many of the newest values the loss reads."""
     form: str = ""
-    """How the step is taken: a name in `FORMS` or `AROUND`, "written outputs", or empty: forward, loss, backward."""
+    """How the step is taken: a name in `FORMS`, `RARE_FORMS` or `AROUND`, "written outputs", or empty: forward, loss, backward."""
     in_place: bool = False
     """Whether blocks are joined by writing into what the last one made."""
     skipped: tuple[int, ...] = ()
@@ -178,7 +178,7 @@ def program_of(spec: Spec) -> Program:
         loss = written_outputs(_loss) if spec.form == "written outputs" else _loss
         return case(Net(spec).train(), x.requires_grad_(), loss=loss)
 
-    step = FORMS.get(spec.form)
+    step = (FORMS | RARE_FORMS).get(spec.form)
     if spec.abandoned and spec.form not in AROUND:
         step = abandoning(step)
     return Program(

@@ -360,6 +360,43 @@ def _module_hooks(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Te
             handle.remove()
 
 
+def _moved_unseen(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """Code that shows no ops moves a buffer after each block; one that runs twice reads it before and after.
+
+    Not where this step made it: if that was saved, plain backward reads what came later, and no plan can know (only an audit does).
+    """
+    given = {block: block.mean for block in model.blocks}
+
+    def move(block: Any, args: Any, out: Any) -> None:
+        if block.mean is given[block]:
+            block.mean.numpy()[...] += 0.5
+
+    handles = [block.register_forward_hook(move) for block in model.blocks]
+    try:
+        return _simple(model, args, kwargs, loss_fn)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _regions_twice(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """Blocks begin with a checkpointed function that writes its argument, and both backward passes replay it."""
+    for block in model.blocks:
+        block.begins_in_region = True
+    try:
+        return _twice(model, args, kwargs, loss_fn)
+    finally:
+        for block in model.blocks:
+            block.begins_in_region = False
+
+
+def _outputs_written_later(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """From the second step on the loss writes what the model returned. Plain raises where that was saved."""
+    loss = (written_outputs(loss_fn) if model.now else loss_fn)(model(*args, **kwargs))
+    loss.backward()
+    return loss
+
+
 def written_outputs(loss_fn: Loss) -> Loss:
     """A loss that writes into what the model returned."""
 
@@ -400,6 +437,13 @@ FORMS: dict[str, Step] = {
     "one output first": _one_output_first,
 }
 """Steps of the user's own."""
+
+RARE_FORMS: dict[str, Step] = {
+    "moved unseen": _moved_unseen,
+    "regions twice": _regions_twice,
+    "outputs written later": _outputs_written_later,
+}
+"""Steps that programs take only where a test asks for them: what they do, hardly any random program would do by itself."""
 
 MAY_REFUSE = ("mode", "mode later")
 """Where a mode changes results that were not there when the plan was made, an error is as good."""

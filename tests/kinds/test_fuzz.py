@@ -10,12 +10,14 @@ import os
 import random
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 
 from .fuzz import EFFECTS, FORM_NAMES, OPS, Spec, program_of, specs
+from .fuzz_forms import RARE_FORMS
 from .fuzz_found import FOUND
 from .fuzz_search import random_spec, shortened
 from .harness import check, fresh, inert_fit, steps, stock_fit
@@ -74,6 +76,12 @@ def test_random_programs_under_the_stress_plan(spec: Spec) -> None:
 
 def test_two_hundred_random_programs() -> None:
     _agree(0, 200)
+
+
+@pytest.mark.parametrize("form", RARE_FORMS)
+def test_random_programs_in_rare_forms(form: str) -> None:
+    for n in range(30):
+        _agrees(replace(random_spec(n), form=form), HOWS[n % len(HOWS)])
 
 
 @pytest.mark.slow

@@ -18,10 +18,13 @@ Notes:
    Not where another dispatch mode is around ours: it would see other ops than the user's.
 8. Under the user's own hooks on saved tensors plain autograd compares no versions, and a pair of hooks may give back what it likes: see
    `foreign`.
+9. Once backward runs, whoever reads a window that forward is through with holds its run. What nobody reads in this step (its branch was
+   skipped, its saves died unread) goes, although we may be watching until the whole step ends.
 """
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from typing import Any
 
@@ -87,6 +90,10 @@ class Guard(Wiring):
         """Storages of results of ops that the recording does not know; only for the statistics."""
         self.recycler: Recycler | None = None
         """Memory of dead results (note 7)."""
+        self.passed: list[weakref.ref[WindowRun]] = []
+        """Runs that are left to those who read them (note 9)."""
+        self.num_passed = 0
+        """How many of `Program.ends` are."""
 
     def __enter__(self) -> Any:
         if not _get_current_dispatch_mode_stack():
@@ -115,6 +122,7 @@ class Guard(Wiring):
         self.loans = Loans(self.recycler)
         self.leaves = LeafCopies()
         self.runs = [None] * len(self.runs)
+        self.passed, self.num_passed = [], 0
         self.pending = {}
         self.counted = set()
         self.kept = set()
@@ -135,6 +143,8 @@ class Guard(Wiring):
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
             if self.recycler is not None:
                 self.recycler.clear()
+            if _graph_task() != -1:
+                self._pass_on()
             return self._unwatched(func, run, args, kwargs)
         self.stats.num_ops += 1
         place = self.place
@@ -183,6 +193,20 @@ class Guard(Wiring):
         if entry.makes:
             recycler.lend(result)
         return result
+
+    def _pass_on(self) -> None:
+        """Note 9."""
+        ends, place = self.program.ends, self.place
+        if self.num_passed == len(ends):
+            return
+        # Else forward goes on after this backward, and more may be saved before its next op.
+        is_over = place == len(self.program.ops) or place not in self.program.pauses
+        while self.num_passed < len(ends) and (is_over or ends[self.num_passed][0] < place):
+            window = ends[self.num_passed][1]
+            run, self.runs[window] = self.runs[window], None
+            self.num_passed += 1
+            if run is not None:
+                self.passed.append(weakref.ref(run))
 
     def _forget_storage(self, t: Tensor) -> None:
         """The storage of `t` begins a new life."""
@@ -333,12 +357,14 @@ class Guard(Wiring):
             result: what it returned.
             given: its arguments.
         """
-        if all(run is None or not run.held for run in self.runs):
+        all_runs = (*self.runs, *(ref() for ref in self.passed))
+        runs = [run for run in all_runs if run is not None and run.held]
+        if not runs:
             return
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             for t in _pytree.tree_leaves(result):
                 key = storage_key(t) if isinstance(t, Tensor) else None
-                if key is None or key in self.saved or all(run is None or key not in run.held for run in self.runs):
+                if key is None or key in self.saved or all(key not in run.held for run in runs):
                     continue
                 self.deviates(t)
                 protect([t])

@@ -10,10 +10,11 @@ they are copied then.
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepwise.ir import NO_OP, Phase, Schedule, Spare, Step, Window
+from keepwise.ir import NO_OP, NO_WINDOW, Phase, Schedule, Spare, Step, Window
 from keepwise.runtime.calls import mutates, resolve, returns_view
 from keepwise.runtime.clean import is_random
 from keepwise.runtime.foreign import Trust
@@ -81,7 +82,7 @@ class OpEntry:
     """Whether its arguments must be compared with the recording: it is replayed, or writes in place."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Program:
     """Everything that the guard needs, made once per plan."""
 
@@ -109,8 +110,24 @@ class Program:
     """What the user's own hooks give back as it was."""
     num_checks: int = 0
     """Steps that were audited because some view that it drops is not proven."""
+    pauses: frozenset[int] = frozenset()
+    """Numbers of forward ops begun at which backward ran in the recorded step."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
     """Last three functions -> places in `ops` where they end, ascending, for finding the way back after a deviation."""
+
+    @functools.cached_property
+    def ends(self) -> list[tuple[int, int]]:
+        """(number of forward ops begun, window), ascending: from then on forward adds nothing to the window, nor to one inside of it."""
+        last = [0] * len(self.windows)
+        for entry in self.ops:
+            for use in entry.uses:
+                last[use.window] = max(last[use.window], entry.index + 1)
+        for (begun, _), window in self.drops.items():
+            last[window] = max(last[window], begun)
+        for window in reversed(self.windows):  # a parent comes before its children
+            if window.parent != NO_WINDOW:
+                last[window.parent] = max(last[window.parent], last[window.id])
+        return sorted((begun, window) for window, begun in enumerate(last))
 
     def needs_proof(self) -> bool:
         """Whether it drops a view whose replay was never compared; says so in a few steps at most."""
@@ -268,6 +285,7 @@ def compile_program(
             if entry.into is not None and op.outputs and op.outputs[0] >= 0
         },
         trust=Trust(step.hooks),
+        pauses=frozenset(bisect.bisect_left(starts, op.index) for op in step.ops if op.phase == Phase.BACKWARD),
         with_gaps=frozenset(entry.outs[i] for entry in ops for i in results_with_gaps(entry.func)),
     )
     for (window, storage), borrower in (spare.loans if spare is not None else {}).items():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +88,83 @@ def test_several_optimizers_and_a_module_outside_of_the_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(state_of(optimizers), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), weights.values(), strict=True))
     assert not any("neither in the model" in note for note in plan.notes)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=50),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9),
+    "in sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["closure", "model", "scheduler first"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_of_rates_are_put_back(kind: str, where: str) -> None:
+    def run(fits: bool) -> list[float]:
+        model, x = stack()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = SCHEDULERS[kind](optimizer)
+        if where == "model":
+            model.__dict__["scheduler"] = scheduler
+
+        def step() -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+            value = loss(model(x))
+            value.backward()
+            found = scheduler if where != "model" else model.__dict__["scheduler"]
+            arguments = (value.item(),) if kind == "plateau" else ()
+            if where == "scheduler first":
+                found.step(*arguments)
+            optimizer.step()
+            if where != "scheduler first":
+                found.step(*arguments)
+            optimizer.zero_grad()
+
+        rates: list[float] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the order of the calls, and what they return in it
+            step()
+            plan = keepwise.fit(model, step=step, budget="0.7x") if fits else contextlib.nullcontext()
+            rates.clear()
+            for _ in range(5):
+                with plan:
+                    step()
+        return rates
+
+    assert run(fits=True) == run(fits=False)
+
+
+@pytest.mark.parametrize("on_model", [False, True])
+def test_a_scaler_of_losses_is_put_back(on_model: bool) -> None:
+    def run(fits: bool) -> list[float]:
+        model, x = stack()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        if on_model:
+            model.__dict__["scaler"] = scaler
+
+        def step() -> None:
+            found = scaler if not on_model else model.__dict__["scaler"]
+            found.scale(loss(model(x))).backward()
+            found.step(optimizer)
+            found.update()
+            optimizer.zero_grad()
+            scales.append(found.get_scale())
+
+        scales: list[float] = []
+        plan = keepwise.fit(model, step=step, budget="0.7x") if fits else contextlib.nullcontext()
+        scales.clear()
+        for _ in range(5):
+            with plan:
+                step()
+        return scales
+
+    assert run(fits=True) == run(fits=False)
 
 
 def test_what_is_trained_out_of_reach_is_said() -> None:

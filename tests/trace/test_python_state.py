@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,6 +145,20 @@ def test_other_peoples_objects_are_left_alone() -> None:
     state.restore()
     assert progress.n == 5
     assert not model.other
+
+
+def test_holders_of_attributes_are_put_back() -> None:
+    model = nn.Linear(2, 2)
+    model.seen = types.SimpleNamespace(num=0, losses=[])
+    model.options = argparse.Namespace(warm=True)
+    state = PythonState(model)
+    model.seen.num += 1
+    model.seen.losses.append(0.5)
+    model.seen.late = 1
+    model.options.warm = False
+    state.restore()
+    assert model.seen == types.SimpleNamespace(num=0, losses=[])
+    assert model.options == argparse.Namespace(warm=True)
 
 
 def test_shared_and_circular_things_are_visited_once() -> None:

@@ -52,6 +52,7 @@ def test_what_a_function_reaches() -> None:
         found = reached(root, model)
         assert {id(m) for m in found[0]} == {id(m) for m in modules}
         assert {id(t) for t in found[1]} == {id(t) for t in leaves}
+        assert not found.training
 
 
 class Head(nn.Module):

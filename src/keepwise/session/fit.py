@@ -72,8 +72,8 @@ def fit(
             `"min"` or `"max"`.
         loss: model output -> scalar tensor; by default the output itself if it is a scalar, else its `.loss` or `["loss"]`.
         step: instead of `args`: a callable without arguments that runs one whole step of any form. Use `with plan:` around later steps.
-            It runs several times; the model, optimizers and generators are put back after it, other things that it changes (a
-            scheduler, a file) are not.
+            It runs several times; the model, optimizers, torch's schedulers and loss scalers, and generators are put back after it,
+            other things that it changes (a file, an iterator) are not.
         optimizer: an instance or a class: its state and its `step()` count in the peak.
         batches: several representative batches, largest first: one plan set for all of them, proved on each shape.
         grads: `"held"`: gradient buffers exist during the whole step; `"fresh"`: they appear in backward.

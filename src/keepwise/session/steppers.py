@@ -1,7 +1,8 @@
 """Optimizers that a user's `step=` reaches without `fit` or `verify` having been told.
 
 What they change must be put back too, and which they are is known only once the step runs: torch calls a hook before every
-`Optimizer.step`, early enough to keep what is there. What else a step changes (a scheduler, a file) is not put back.
+`Optimizer.step`, early enough to keep what is there. Schedulers and loss scalers are found from the step (`reach`). What
+else a step changes (a file, an iterator) is not put back.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ class Steppers:
 
     def __init__(self, model: nn.Module, known: torch.optim.Optimizer | None, run: Any = None) -> None:
         """`known`: an optimizer that is put back by others; `run`: the step, from which is found what it trains beside the model."""
-        modules, leaves = reached(run, model)
+        modules, leaves, training = reached(run, model)
         self._parameters = {id(p) for p in model.parameters()}
         self._beside = {id(p) for p in leaves} | {id(p) for m in modules for p in m.parameters()}
         self._thread = threading.get_ident()
         self._known = known
+        rated = {id(o): o for t in training if (o := getattr(t, "optimizer", None)) is not None and o is not known}
+        with quiet():
+            self._early = {key: (o, OptimizerState(o)) for key, o in rated.items()}
+        """Optimizers of schedulers: those may set rates before the optimizer steps, or where it does not."""
         self._seen: dict[int, tuple[torch.optim.Optimizer, OptimizerState, Bytes]] = {}
         self._foreign = 0
         self._lost: dict[str, int] = {}
@@ -55,6 +60,8 @@ class Steppers:
             for _, state, foreign in self._seen.values():
                 state.restore()
                 foreign.restore()
+            for key in self._early.keys() - self._seen.keys():
+                self._early[key][1].restore()
 
     def __enter__(self) -> Self:
         self._handle = register_optimizer_step_pre_hook(self._look)
@@ -77,4 +84,6 @@ class Steppers:
         if lost:
             self._lost[type(optimizer).__name__] = len(lost)
         with quiet():
-            self._seen[id(optimizer)] = (optimizer, OptimizerState(optimizer), Bytes(foreign))
+            early = self._early.get(id(optimizer))
+            state = early[1] if early is not None else OptimizerState(optimizer)
+            self._seen[id(optimizer)] = (optimizer, state, Bytes(foreign))

@@ -5,7 +5,8 @@ Notes:
    tuples among them hold, objects of the user's own classes, and the closures of the user's own functions (hooks). Objects get
    their attributes back, containers their contents, closures their cells, arrays their elements, random generators their states.
 2. *The user's own* are classes and functions of the packages that the model's modules come from. What belongs to other libraries
-   is left alone: a progress bar or a logger may have a thread of its own, which must not lose what it did meanwhile.
+   is left alone: a progress bar or a logger may have a thread of its own, which must not lose what it did meanwhile. What only
+   holds attributes (`SimpleNamespace`) and torch's own state of a training loop (`TRAINING`) are as good as the user's.
 3. Out of reach are globals, files, and iterators that a step moves on: `left` names the iterators.
 4. Some attributes say how far an object outside of Python has come that cannot be put back (DDP's reducer counts its iterations,
    and with a static graph learns from the first one). They stay as the traced steps left them: the two must agree.
@@ -13,6 +14,7 @@ Notes:
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import random
@@ -37,6 +39,9 @@ _MIRRORS = {
 }
 """Class -> attributes of note 4."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
+TRAINING = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Torch's own objects that a training loop moves on and that no optimizer holds: schedulers of rates, scalers of losses."""
 MAX_THINGS = 200_000
 """So many objects are visited at most."""
 
@@ -50,7 +55,8 @@ class PythonState:
         hooked: paths of modules with hooks; what those write to globals is out of reach.
     """
 
-    def __init__(self, model: nn.Module | None, beside: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, model: nn.Module | None, beside: Iterable[nn.Module] = (), training: Iterable[Any] = ()) -> None:
+        """`beside`: modules besides the model's; `training`: objects of `TRAINING` that are found elsewhere."""
         self.tensors: list[Tensor] = []
         self.left: list[str] = []
         self.hooked: list[str] = []
@@ -66,6 +72,7 @@ class PythonState:
         self._packages = {type(m).__module__.partition(".")[0] for _, m in modules} - LIBRARIES | {"__main__"}
         for name, module in modules:  # before what they hold, so that each is met by its own path
             self._visit(module, name)
+        self._stack += [(thing, f"({type(thing).__name__})") for thing in training]
         while self._stack and len(self._seen) < MAX_THINGS:
             self._visit(*self._stack.pop())
 
@@ -112,7 +119,8 @@ class PythonState:
         if isinstance(thing, Iterator):
             self.left.append(path)
             return None
-        return self._attributes(thing, path) if self._is_users(type(thing).__module__) else None
+        known = isinstance(thing, (*_HOLDERS, *TRAINING)) or self._is_users(type(thing).__module__)
+        return self._attributes(thing, path) if known else None
 
     def _is_users(self, module: str | None) -> bool:
         return bool(module) and str(module).partition(".")[0] in self._packages

@@ -1,7 +1,8 @@
 """What a step trains beside the model: modules and leaves that the user's function reaches by its closure, its globals and its objects.
 
 A critic of its own, a head in the loss, a temperature: a step that `fit` makes gives them gradients and moves their buffers, as the
-user's own steps do, so that both must be put back. Only such are looked for; everything else that is found on the way is left alone.
+user's own steps do, so that both must be put back; so must be schedulers and loss scalers. Only such are looked for; everything else
+that is found on the way is left alone.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import collections
 import functools
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from keepwise._functions import bound_cells
-from keepwise.trace.python_state import LIBRARIES
+from keepwise.trace.python_state import LIBRARIES, TRAINING
 
 Tensor = torch.Tensor
 
@@ -24,11 +25,23 @@ MAX_THINGS = 20_000
 """So many objects are visited at most, near ones first."""
 
 
-def reached(function: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
-    """Modules outside of the model, and leaves that ask for a gradient and belong to no module found."""
+class Reached(NamedTuple):
+    """What was found."""
+
+    modules: list[nn.Module]
+    """Outside of the model."""
+    leaves: list[Tensor]
+    """They ask for a gradient and belong to no module found."""
+    training: list[Any]
+    """Schedulers and loss scalers."""
+
+
+def reached(function: Any, model: nn.Module | None) -> Reached:
+    """Look for all of it."""
     own: set[int] = {id(m) for m in model.modules()} if model is not None else set()
     modules: list[nn.Module] = []
     leaves: list[Tensor] = []
+    training: list[Any] = []
     queue: collections.deque[Any] = collections.deque([function])
     seen: dict[int, Any] = {}  # holds them, so that no id is used twice
     while queue and len(seen) < MAX_THINGS:
@@ -43,10 +56,12 @@ def reached(function: Any, model: nn.Module | None) -> tuple[list[nn.Module], li
         elif isinstance(thing, Tensor):
             if thing.requires_grad and thing.is_leaf:
                 leaves.append(thing)
+        elif isinstance(thing, TRAINING):
+            training.append(thing)
         else:
             queue.extend(_behind(thing))
     parameters = {id(p) for m in (model, *modules) if m is not None for p in m.parameters()}
-    return modules, [t for t in leaves if id(t) not in parameters]
+    return Reached(modules, [t for t in leaves if id(t) not in parameters], training)
 
 
 def _behind(thing: Any) -> Iterator[Any]:

@@ -51,14 +51,14 @@ class SavedState:
         """
         with quiet():
             given = tensors_of(inputs)
-            beside, trained = reached(run, model)
+            beside, trained, training = reached(run, model)
             modules = [m for m in (model, *beside) if m is not None]
             buffers = [b for m in modules for b in m.buffers()]
             leaves = [*(p for m in modules for p in m.parameters()), *trained, *given]
             self._gradients = Gradients(leaves)
             grads = [t.grad for t in leaves if accumulates and t.is_leaf and t.grad is not None]
             self._values = [(grad, grad.detach().clone()) for grad in grads]
-            self.attributes = PythonState(model, beside)
+            self.attributes = PythonState(model, beside, training)
             self._generators = Generators()
             self.own_generators = {g._cdata: (g, g.get_state()) for g in generators}  # type: ignore[attr-defined]
             self._contents = Bytes([*leaves, *buffers, *self.attributes.tensors], to_disk=to_disk)

@@ -59,11 +59,11 @@ class Beneath:
 def our_modes_off() -> Iterator[None]:
     """Only the user's dispatch modes are on (note 2)."""
     modes = _get_current_dispatch_mode_stack()
-    if not any(_is_ours(mode) for mode in modes):
+    if not any(is_ours(mode) for mode in modes):
         yield
         return
     with _disable_current_modes():
-        others = [mode for mode in modes if not _is_ours(mode)]
+        others = [mode for mode in modes if not is_ours(mode)]
         num_pushed = 0
         try:
             for mode in others:
@@ -75,8 +75,9 @@ def our_modes_off() -> Iterator[None]:
                 _pop_mode()
 
 
-def _is_ours(mode: Any) -> bool:
+def is_ours(mode: Any) -> bool:
+    """Whether a dispatch mode is one of this package."""
     return getattr(mode, "is_of_keepwise", False)
 
 
-__all__ = ["Beneath", "function_mode_is_on", "our_modes_off"]
+__all__ = ["Beneath", "function_mode_is_on", "is_ours", "our_modes_off"]

@@ -50,6 +50,7 @@ from keepwise.runtime.foreign import WitnessedSave, identity_of
 from keepwise.runtime.holding import ForeignSave, KeptSave, Namer
 from keepwise.runtime.hooks import Hooks
 from keepwise.runtime.leaves import LeafCopies
+from keepwise.runtime.passes import BY_MODE, install
 from keepwise.runtime.program import OpEntry, Program
 from keepwise.runtime.recycler import Loans, Recycler
 from keepwise.runtime.replay import DroppedSave, LentSave, WindowRun, protect
@@ -96,6 +97,8 @@ class Guard(Wiring):
         """How many of `Program.ends` are."""
 
     def __enter__(self) -> Any:
+        if self.program.looks_away:
+            self._look_away_in_backward()
         if not _get_current_dispatch_mode_stack():
             self.recycler = Recycler(self.program.sizes)
             self.loans = Loans(self.recycler)
@@ -159,6 +162,8 @@ class Guard(Wiring):
                 if self.recycler is not None:
                     self.recycler.trim(0)
                 self.stats.num_unknown_ops += 1
+                if func in BY_MODE:
+                    self._look_away_in_backward()
                 self.stats.differs(f"{func}, which the recorded step does not have here")
                 self.last = (self.last[1], func)
                 given = set(map(storage_key, tensors_in(args, kwargs)))
@@ -193,6 +198,21 @@ class Guard(Wiring):
         if entry.makes:
             recycler.lend(result)
         return result
+
+    def _look_away_in_backward(self) -> None:
+        self.looks_away = True
+        install()
+
+    def look_away(self) -> None:
+        """See `Watch`; and what is alive of earlier results may be written now, or was."""
+        if self.recycler is not None:
+            self.recycler.clear()
+        self._stop_watching()
+        self._pass_on()
+        for run in self.runs:
+            if run is not None:
+                run.made.clear()
+        super().look_away()
 
     def _pass_on(self) -> None:
         """Note 9."""

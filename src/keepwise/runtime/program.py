@@ -18,6 +18,7 @@ from keepwise.ir import NO_OP, NO_WINDOW, Phase, Schedule, Spare, Step, Window
 from keepwise.runtime.calls import mutates, resolve, returns_view
 from keepwise.runtime.clean import is_random
 from keepwise.runtime.foreign import Trust
+from keepwise.runtime.passes import BY_MODE
 from keepwise.runtime.reuse import out_form
 from keepwise.runtime.special import results_with_gaps
 
@@ -110,6 +111,8 @@ class Program:
     """What the user's own hooks give back as it was."""
     num_checks: int = 0
     """Steps that were audited because some view that it drops is not proven."""
+    looks_away: bool = False
+    """Whether there is an op whose gradient is computed in another way where a mode is on (`passes`)."""
     pauses: frozenset[int] = frozenset()
     """Numbers of forward ops begun at which backward ran in the recorded step."""
     trails: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
@@ -285,6 +288,7 @@ def compile_program(
             if entry.into is not None and op.outputs and op.outputs[0] >= 0
         },
         trust=Trust(step.hooks),
+        looks_away=any(op.func in BY_MODE for op in ops),
         pauses=frozenset(bisect.bisect_left(starts, op.index) for op in step.ops if op.phase == Phase.BACKWARD),
         with_gaps=frozenset(entry.outs[i] for entry in ops for i in results_with_gaps(entry.func)),
     )

@@ -45,6 +45,8 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators: ClassVar[bool] = True
     is_of_keepwise: ClassVar[bool] = True
+    looks_away = False
+    """Whether the mode is off while the engine runs a backward pass (`passes`)."""
 
     def __init__(self, stats: StepStats, namer: Namer | None) -> None:
         super().__init__()
@@ -190,6 +192,10 @@ class Watch(TorchDispatchMode):
         """Nothing that was seen so far has an identity any more."""
         self.ids = {}
         self.lying = {}
+
+    def look_away(self) -> None:
+        """A backward pass begins or ends during which the mode is off: what it writes is not seen, so nothing is known any more."""
+        self.forget_all()
 
     def views_on(self, t: Tensor) -> list[int]:
         """Views that replays make on the storage of `t`, those of dead objects included."""

@@ -41,7 +41,7 @@ from keepwise.session.plan import Plan
 from keepwise.session.planning import Planned, decided, plan_step
 from keepwise.session.ranks import Ranks
 from keepwise.session.sizes import Key, key_of, shapes_in_words
-from keepwise.session.step_facts import notes_of, only_inside_forward
+from keepwise.session.step_facts import computed_otherwise, notes_of, only_inside_forward
 from keepwise.session.steppers import Steppers
 from keepwise.simulate import simulate
 from keepwise.trace import Traced, trace_steps
@@ -110,6 +110,13 @@ class Fitting:
         traced = self._trace()
         self.traced = traced
         recorded = self._recorded(traced)
+        otherwise = computed_otherwise(recorded)
+        if otherwise:
+            raise NotPlannedError(
+                f"singular values or eigenvalues in {otherwise} are computed in another way wherever a dispatch mode watches, so "
+                "nothing is dropped: a call of torch.linalg.svdvals, eigvalsh or eigvals of what needs no gradient, or of a "
+                "factorization whose vectors are not used"
+            )
         forced = recomputed_by_pins(recorded, self.pin)
         recorded, note = self.ranks.with_buckets(recorded, self.model)
         self.notes.extend([note] if note else [])

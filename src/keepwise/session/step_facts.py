@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepwise.ir import Step
+from keepwise.ir import Phase, Step
 from keepwise.trace import Traced
 
 OUTSIDE = "saved outside of model.forward, where the plan does not reach (pass the whole step as step=, and run later ones in `with plan:`)"
@@ -27,6 +27,31 @@ def only_inside_forward(step: Step, inside: tuple[range, ...]) -> Step:
         for s in step.storages
     )
     return msgspec.structs.replace(step, storages=storages)
+
+
+_FACTORIZATIONS = {
+    "aten._linalg_svd.default": (0, 2),
+    "aten._linalg_eigh.default": (1,),
+    "aten.linalg_eig.default": (1,),
+}
+"""What computes singular values or eigenvalues, and which of its results are vectors."""
+
+
+def computed_otherwise(step: Step) -> str:
+    """Where forward computes vectors that nothing reads, in words; empty if nowhere.
+
+    `torch.linalg.svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute none in a plain step, and other bits than with
+    them. Wherever a dispatch mode is on they do, so that a step that is watched is another one, whether or not the bits show it.
+    """
+    read = {step.values[v].storage for op in step.ops for v in op.inputs} | step.saved_storages.keys()
+    for op in step.ops:
+        found = _FACTORIZATIONS.get(op.target)
+        if found is None or op.phase != Phase.FORWARD:
+            continue
+        vectors = [step.values[op.outputs[i]].storage for i in found if i < len(op.outputs) and op.outputs[i] >= 0]
+        if any(step.storages[s].nbytes for s in vectors) and read.isdisjoint(vectors):
+            return f"{op.path or 'the model'}" + (f" ({op.source})" if op.source else "")
+    return ""
 
 
 def notes_of(traced: Traced) -> list[str]:

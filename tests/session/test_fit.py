@@ -140,7 +140,11 @@ def test_fresh_gradients_are_not_charged_in_forward() -> None:
         ({"loss": lambda out: out.detach().sum()}, "require grad"),
         ({"loss": lambda out: 3.0}, "not a tensor"),
         ({"loss": None}, "scalar"),
+        ({"loss": lambda out: out.sum().long()}, "int64"),
+        ({"loss": lambda out: out.sum() * 1j}, "complex64"),
+        ({"kwargs": [1]}, "kwargs must map names to arguments, got list"),
         ({"optimizer": 3}, "optimizer"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS.step needs a closure"),
     ],
 )
 def test_bad_arguments_give_one_line_and_change_nothing(arguments: dict[str, object], match: str) -> None:

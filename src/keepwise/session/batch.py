@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +99,10 @@ def loss_of(output: Any, loss: Loss | None) -> torch.Tensor:
         raise UsageError(
             f"{source} has shape {list(found.shape)}, not a scalar; pass loss=, a function from output to scalar"
         )
+    if not found.dtype.is_floating_point:
+        raise UsageError(
+            f"{source} is {str(found.dtype).removeprefix('torch.')}; backward starts from a real floating-point number"
+        )
     if not found.requires_grad:
         raise UsageError(
             f"{source} does not require grad: every parameter is frozen (unfreeze some), or it was computed under no_grad or detached"
@@ -153,7 +158,17 @@ def _tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
 def whole_step(
     model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None
 ) -> Callable[[], Any]:
-    """One training step as a callable that returns the loss."""
+    """One training step as a callable that returns the loss.
+
+    Raises:
+        UsageError: the optimizer cannot make a step by itself.
+    """
+    if optimizer is not None:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step needs a closure that runs the model again; pass the whole step as step="
+            )
 
     def run() -> torch.Tensor:
         output = model(*batch.args, **batch.kwargs)

@@ -197,6 +197,8 @@ def _check_options(**given: Any) -> None:
     """Raises UsageError for the first argument of `fit` that is none."""
     if not isinstance(given["model"], nn.Module):
         raise UsageError(f"model must be an nn.Module, got {type(given['model']).__name__}")
+    if given["kwargs"] is not None and not isinstance(given["kwargs"], Mapping):
+        raise UsageError(f"kwargs must map names to arguments, got {type(given['kwargs']).__name__}")
     for name, example in (("loss", "a function from the output to a scalar"), ("step", "a function without arguments")):
         if given[name] is not None and not callable(given[name]):
             raise UsageError(f"{name}= must be {example}, got {type(given[name]).__name__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +82,15 @@ def _simple(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Te
     loss = loss_fn(model(*args, **kwargs))
     loss.backward()
     return loss
+
+
+def _simple_under(handles: list[Any], model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """A simple step with hooks, which are removed after it."""
+    try:
+        return _simple(model, args, kwargs, loss_fn)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _twice(model: nn.Module, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
@@ -217,11 +226,7 @@ def _optimizer_inside(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torc
         p.grad = None
 
     handles = [p.register_post_accumulate_grad_hook(move) for p in model.parameters()]
-    try:
-        return _simple(model, args, kwargs, loss_fn)
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _simple_under(handles, model, args, kwargs, loss_fn)
 
 
 def _watched(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
@@ -270,14 +275,29 @@ def _mode_later(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tens
 
 def _weighed(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     """When the last gradient is made, what was made for the others is gone."""
+    return _weighed_at([model.inp.weight], model, args, kwargs, loss_fn)
+
+
+def _weighed_inside(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
+    """When the blocks' last gradient is made, what the first one has read of a replay is gone. In the step of the recording only: others
+    may hold more."""
+    if model.now:
+        return _simple(model, args, kwargs, loss_fn)
+    loss = _weighed_at(model.blocks.parameters(), model, args, kwargs, loss_fn)
+    model.held = model.held[-1:]
+    return loss
+
+
+def _weighed_at(leaves: Iterable[torch.Tensor], model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
     gc.collect()
     before, held = live_bytes(), []
     loss = loss_fn(model(*args, **kwargs))
-    handle = model.inp.weight.register_hook(lambda g: held.append(live_bytes() - before))
+    handles = [leaf.register_hook(lambda g: held.append(live_bytes() - before)) for leaf in leaves]
     try:
         loss.backward()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     model.held = held
     return loss
 
@@ -353,11 +373,7 @@ def _module_hooks(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Te
     handles = [block.register_forward_hook(lambda m, a, out: [*out[:-1], out[-1] * 0.9]) for block in model.blocks]
     handles += [block.register_forward_pre_hook(lambda m, a: (a[0].sin(),)) for block in model.blocks]
     handles += [model.inp.register_full_backward_hook(lambda m, gi, go: None)]
-    try:
-        return _simple(model, args, kwargs, loss_fn)
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _simple_under(handles, model, args, kwargs, loss_fn)
 
 
 def _moved_unseen(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
@@ -372,11 +388,7 @@ def _moved_unseen(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Te
             block.mean.numpy()[...] += 0.5
 
     handles = [block.register_forward_hook(move) for block in model.blocks]
-    try:
-        return _simple(model, args, kwargs, loss_fn)
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _simple_under(handles, model, args, kwargs, loss_fn)
 
 
 def _regions_twice(model: Any, args: Any, kwargs: Any, loss_fn: Loss) -> torch.Tensor:
@@ -442,6 +454,7 @@ RARE_FORMS: dict[str, Step] = {
     "moved unseen": _moved_unseen,
     "regions twice": _regions_twice,
     "outputs written later": _outputs_written_later,
+    "weighed inside": _weighed_inside,
 }
 """Steps that programs take only where a test asks for them: what they do, hardly any random program would do by itself."""
 

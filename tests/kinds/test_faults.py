@@ -74,6 +74,7 @@ FORMS_OF = {
     "copies_compared": "moved unseen",
     "copies_for_the_next_replay": "regions twice",
     "version_of_dropped": "outputs written later",
+    "weak_cells": "weighed inside",
 }
 """What only some forms of a step can show: programs are random, and take that form. Of `version_of_dropped` what is to be seen is an
 error: plain raises where what was saved is written, and so must a plan that dropped it."""

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import keepwise
+from keepwise.ir import Phase
 from keepwise.runtime.passes import BY_MODE
 from keepwise.session.status import Status
+from keepwise.trace import record
 
 SEEDS = range(8)
 BATCHES = 5
@@ -150,6 +152,20 @@ def test_what_a_gradient_hook_writes_is_not_taken_for_what_it_was() -> None:
         plain, _ = trained(f, seed, planned=False)
         found, _ = trained(f, seed, planned=True)
         assert all(map(torch.equal, plain, found)), seed
+
+
+@pytest.mark.filterwarnings("ignore:keepwise. this step differs")
+def test_a_recording_inside_of_such_a_step_sees_its_backward() -> None:
+    torch.manual_seed(0)
+    model, x = Model(products), torch.randn(12, 6)
+
+    def step() -> None:
+        model(x).backward()
+
+    plan = keepwise.fit(model, step=step, planner="recompute_everything", budget="max")
+    with plan:
+        recorded = record(step, model=None, inputs=(x,), spill=False, device="cpu").step
+    assert any(op.phase == Phase.BACKWARD for op in recorded.ops)
 
 
 @pytest.mark.parametrize("name", ["svdvals", "eigvalsh", "eigvals"])

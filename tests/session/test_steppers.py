@@ -102,6 +102,16 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+def _noted(notes: list[float], model: nn.Module, step: Callable[[], object], fits: bool) -> list[float]:
+    """What five steps note, after a `fit` or without one."""
+    plan = keepwise.fit(model, step=step, budget="0.7x") if fits else contextlib.nullcontext()
+    notes.clear()
+    for _ in range(5):
+        with plan:
+            step()
+    return notes
+
+
 @pytest.mark.parametrize("where", ["closure", "model", "scheduler first"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_of_rates_are_put_back(kind: str, where: str) -> None:
@@ -129,12 +139,7 @@ def test_schedulers_of_rates_are_put_back(kind: str, where: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the order of the calls, and what they return in it
             step()
-            plan = keepwise.fit(model, step=step, budget="0.7x") if fits else contextlib.nullcontext()
-            rates.clear()
-            for _ in range(5):
-                with plan:
-                    step()
-        return rates
+            return _noted(rates, model, step, fits)
 
     assert run(fits=True) == run(fits=False)
 
@@ -157,12 +162,7 @@ def test_a_scaler_of_losses_is_put_back(on_model: bool) -> None:
             scales.append(found.get_scale())
 
         scales: list[float] = []
-        plan = keepwise.fit(model, step=step, budget="0.7x") if fits else contextlib.nullcontext()
-        scales.clear()
-        for _ in range(5):
-            with plan:
-                step()
-        return scales
+        return _noted(scales, model, step, fits)
 
     assert run(fits=True) == run(fits=False)
 

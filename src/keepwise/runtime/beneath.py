@@ -12,7 +12,8 @@ Notes:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import (
 _c: Any = torch._C
 _num_modes: Any = _c._len_torch_dispatch_stack
 _is_on_for_subclasses: Any = _c._is_torch_function_enabled
-function_mode_is_on: Any = _c._is_torch_function_mode_enabled
+_function_mode_is_on: Any = _c._is_torch_function_mode_enabled
 
 
 class Beneath:
@@ -55,15 +56,33 @@ class Beneath:
             return below.__torch_dispatch__(func, self.types, args, kwargs)
 
 
+def beneath(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The `__torch_dispatch__` of a mode of ours (note 1).
+
+    Args:
+        handler: `(mode, func, types, run, args, kwargs)`; it calls `run`, which is `func` or a `Beneath`, where it runs the op.
+    """
+
+    @functools.wraps(handler)
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _function_mode_is_on():
+            return handler(mode, func, types, func, args, kwargs)
+        run = Beneath(func, types)
+        with _c.DisableTorchFunction():
+            return handler(mode, func, types, run, args, kwargs)
+
+    return dispatch
+
+
 @contextlib.contextmanager
 def our_modes_off() -> Iterator[None]:
     """Only the user's dispatch modes are on (note 2)."""
     modes = _get_current_dispatch_mode_stack()
-    if not any(is_ours(mode) for mode in modes):
+    if not any(_is_ours(mode) for mode in modes):
         yield
         return
     with _disable_current_modes():
-        others = [mode for mode in modes if not is_ours(mode)]
+        others = [mode for mode in modes if not _is_ours(mode)]
         num_pushed = 0
         try:
             for mode in others:
@@ -75,9 +94,8 @@ def our_modes_off() -> Iterator[None]:
                 _pop_mode()
 
 
-def is_ours(mode: Any) -> bool:
-    """Whether a dispatch mode is one of this package."""
+def _is_ours(mode: Any) -> bool:
     return getattr(mode, "is_of_keepwise", False)
 
 
-__all__ = ["Beneath", "function_mode_is_on", "is_ours", "our_modes_off"]
+__all__ = ["beneath", "our_modes_off"]

@@ -33,7 +33,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keepwise.ir import NO_WINDOW
-from keepwise.runtime.beneath import Beneath, function_mode_is_on
+from keepwise.runtime.beneath import beneath
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
@@ -134,13 +134,8 @@ class Guard(Wiring):
         self.strange = set()
         self.forget_all()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, run: Any = None) -> Any:
-        if function_mode_is_on():
-            run = Beneath(func, types)
-            with torch._C.DisableTorchFunction():
-                return self.__torch_dispatch__(func, types, args, kwargs, run)
-        if run is None:
-            run = func
+    @beneath
+    def __torch_dispatch__(self, func: Any, types: Any, run: Any, args: Any, kwargs: Any) -> Any:
         if types and has_subclass(types):
             return of_subclass(run, types, args, kwargs)
         if _functorch_stack() is not None or (_graph_task() != -1 and not self._is_forward()):
@@ -327,13 +322,13 @@ class Guard(Wiring):
             self._written(written, captured)
         if entry.unpacks:
             captured = self.capture_packed(entry, result)
-        for window, call in captured:
-            window.add(call, result)
+        for replay, call in captured:
+            replay.add(call, result)
         if entry.unpacks or captured or not written or (fits and all(views[i] == entry.ins[i] for i in entry.written)):
             self.bind(entry.outs, result, made=bool(captured))
         if entry.finishes:
             for save in self.pending.pop(entry.index, ()):
-                if any(window is save.run for window, _ in captured):
+                if any(replay is save.run for replay, _ in captured):
                     self._finish(save)
         return result
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from keepwise.runtime.beneath import is_ours, our_modes_off
+from keepwise.runtime.beneath import our_modes_off
 
 _aten: Any = torch.ops.aten
 _MODULES: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
@@ -58,16 +58,16 @@ def install() -> None:
 def _wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         modes: list[Any] = _get_current_dispatch_mode_stack()
-        ours = [mode for mode in modes if is_ours(mode)]
-        if len(ours) < len(modes) or not any(getattr(mode, "looks_away", False) for mode in ours):
-            return run(*args, **kwargs)  # a mode of the user's is on in the plain step, too
-        for mode in ours:
+        # A mode of the user's is on in the plain step, too, and one that records wants to see the pass.
+        if not all(hasattr(mode, "look_away") for mode in modes) or not any(mode.looks_away for mode in modes):
+            return run(*args, **kwargs)
+        for mode in modes:
             mode.look_away()
         try:
             with our_modes_off():
                 return run(*args, **kwargs)
         finally:
-            for mode in ours:
+            for mode in modes:
                 mode.look_away()
 
     run_backward.is_of_keepwise = True  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepwise.runtime.beneath import Beneath, function_mode_is_on
+from keepwise.runtime.beneath import beneath
 from keepwise.runtime.calls import (
     device_of,
     has_subclass,
@@ -70,13 +70,8 @@ class Region(Watch):
         super().__exit__(*exc)
         self.outer = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, run: Any = None) -> Any:
-        if function_mode_is_on():
-            run = Beneath(func, types)
-            with torch._C.DisableTorchFunction():
-                return self.__torch_dispatch__(func, types, args, kwargs, run)
-        if run is None:
-            run = func
+    @beneath
+    def __torch_dispatch__(self, func: Any, types: Any, run: Any, args: Any, kwargs: Any) -> Any:
         if types and has_subclass(types):
             return of_subclass(run, types, args, kwargs)
         kwargs = kwargs or {}

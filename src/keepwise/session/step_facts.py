@@ -50,7 +50,7 @@ def computed_otherwise(step: Step) -> str:
             continue
         vectors = [step.values[op.outputs[i]].storage for i in found if i < len(op.outputs) and op.outputs[i] >= 0]
         if any(step.storages[s].nbytes for s in vectors) and read.isdisjoint(vectors):
-            return f"{op.path or 'the model'}" + (f" ({op.source})" if op.source else "")
+            return (op.path or "the model") + (f" ({op.source})" if op.source else "")
     return ""
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepwise.ir import NO_OP, Category, Phase
-from keepwise.runtime.beneath import Beneath, function_mode_is_on
+from keepwise.runtime.beneath import beneath
 from keepwise.runtime.calls import in_shadow, target_name, tensors_in, tensors_out
 from keepwise.runtime.reuse import overwrites
 from keepwise.runtime.special import replay_arguments
@@ -73,13 +73,9 @@ class Recorder(TorchDispatchMode):
         """Compiled submodules stay compiled under it."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, run: Any = None) -> Any:
-        if function_mode_is_on():
-            run = Beneath(func, types)
-            with torch._C.DisableTorchFunction():
-                return self.__torch_dispatch__(func, types, args, kwargs, run)
+    @beneath
+    def __torch_dispatch__(self, func: Any, types: Any, run: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
-        run = run if run is not None else func
         kwargs = kwargs or {}
         if in_shadow():
             return run(*args, **kwargs)
